@@ -1,0 +1,1 @@
+"""Hydra groups (the YAML files) and the one function that composes them."""

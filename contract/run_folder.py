@@ -1,0 +1,193 @@
+"""The run folder: the one place on disk that holds a run, and the names of what is in it.
+
+    runs/<name>/
+        config.yaml     the resolved training configuration
+        job.sbatch      the batch script, if the run was submitted
+        code/           snapshot of the code that the job runs
+        checkpoints/    step_<N>/ each, published by one rename
+        tb/             TensorBoard
+        logs/           <job>.r<restart>.<rank>.log
+        events.jsonl    one line an event (see `Event`)
+        metrics.jsonl   one line a logged step
+        heartbeat/      who is alive
+        FINISHED | FAILED
+
+Any command can tell a run's state from this folder alone.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+STEP_FOLDER = re.compile(r"^step_(\d+)$")
+
+
+class Event(StrEnum):
+    """The kinds of line in `events.jsonl`."""
+
+    SUBMITTED = "submitted"
+    STARTED = "started"
+    RESUMED = "resumed"
+    SAVED = "saved"
+    STOP_REQUESTED = "stop_requested"
+    STOPPED = "stopped"
+    REQUEUED = "requeued"
+    RESTARTED = "restarted"
+    FINISHED = "finished"
+    FAILED = "failed"
+    WARNING = "warning"
+
+
+def job_identity(environ: dict[str, str] | None = None) -> tuple[str, int]:
+    """Return (job id, restart count) of the process: of a Slurm job or array task, else ("local", 0)."""
+    env = os.environ if environ is None else environ
+    restart = int(env.get("SLURM_RESTART_COUNT") or 0)
+    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}", restart
+    return env.get("SLURM_JOB_ID") or "local", restart
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run, and the reading and writing of its small files."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def job_script(self) -> Path:
+        """The batch script."""
+        return self.path / "job.sbatch"
+
+    @property
+    def code(self) -> Path:
+        """The code snapshot."""
+        return self.path / "code"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of published steps."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's log folder."""
+        return self.path / "tb"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of jobs and ranks."""
+        return self.path / "logs"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Who is alive."""
+        return self.path / "heartbeat"
+
+    @property
+    def events(self) -> Path:
+        """One line an event."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One line a logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def finished(self) -> Path:
+        """Marker: the run is complete."""
+        return self.path / "FINISHED"
+
+    @property
+    def failed(self) -> Path:
+        """Marker: the run will not go on by itself; its text says why."""
+        return self.path / "FAILED"
+
+    def create(self) -> None:
+        """Make the folder and its parts; an OSError here is the caller's to explain."""
+        for folder in (self.path, self.checkpoints, self.tensorboard, self.logs, self.heartbeat):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def append_event(self, event: Event, **fields: Any) -> None:
+        """Add one line to `events.jsonl`: the event, the time (s since the epoch), the job, and `fields`."""
+        job, restart = job_identity()
+        line = {"event": str(event), "time": time.time(), "job": job, "restart": restart, **fields}
+        append_json_line(self.events, line)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """All events, oldest first; a torn last line is left out."""
+        return list(read_json_lines(self.events))
+
+    def published_steps(self) -> list[int]:
+        """Steps that have a published checkpoint folder, in ascending order."""
+        if not self.checkpoints.is_dir():
+            return []
+        matches = (STEP_FOLDER.match(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def mark_finished(self) -> None:
+        """Leave the marker of a complete run."""
+        self.failed.unlink(missing_ok=True)
+        self.finished.write_text("")
+
+    def mark_failed(self, reason: str) -> None:
+        """Leave the marker of a run that will not go on by itself; `reason` is one sentence."""
+        self.failed.write_text(reason.rstrip() + "\n")
+
+
+def append_json_line(path: Path, line: dict[str, Any]) -> None:
+    """Append one JSON line by one write, so that lines of several writers never mix."""
+    data = (json.dumps(line) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a JSON-lines file; a missing file has none, a torn last line is left out."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def last_json_line(path: Path, tail_bytes: int = 65536) -> dict[str, Any] | None:
+    """Return the newest whole line of a JSON-lines file without reading all of it, or None."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - tail_bytes))
+            tail = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    for line in reversed(tail.splitlines()):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(value, dict):
+            return value
+    return None

@@ -1,0 +1,1 @@
+"""The trainer: what runs in every rank."""

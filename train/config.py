@@ -1,0 +1,259 @@
+"""The training configuration: every key, its default, and what must hold between keys.
+
+The dataclasses carry the defaults; `configs/` carries named choices that fill them. Imports no torch, so
+that a login node can check a configuration in no time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import configs.compose
+from contract.errors import ConfigError
+from contract.run_folder import RunFolder
+from train.model.config import ModelConfig
+
+
+class Resume(StrEnum):
+    """What to do about checkpoints that the run folder already holds."""
+
+    auto = "auto"
+    """Continue from the newest whole one, start at step 0 when there is none."""
+    required = "required"
+    """Continue; having none is an error."""
+    never = "never"
+    """Start at step 0; having any is an error, nothing is ever overwritten."""
+
+
+class Compute(StrEnum):
+    """The type in which matrix products are computed (weights and sums stay fp32)."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Decay(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+    """Warm-up, stable, decay: constant until `decay_fraction` of the run is left, then linear."""
+    constant = "constant"
+
+
+class Progress(StrEnum):
+    """How the run reports itself on the terminal."""
+
+    auto = "auto"
+    """A live line on a terminal, a line every `log_every_steps` elsewhere."""
+    live = "live"
+    lines = "lines"
+    off = "off"
+
+
+@dataclass
+class RunConfig:
+    """Where the run lives. The folder is `root/name`: the same name continues the same run."""
+
+    name: str = "${model.name}"
+    root: str = "runs"
+    resume: Resume = Resume.auto
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(
+                f"run.name={self.name!r}: give a plain name, without / and not starting with a dot"
+            )
+
+
+@dataclass
+class DataConfig:
+    """Which tokens, and how they are cut into samples."""
+
+    prefix: str = "data/python-stdlib"
+    """Token files `<prefix>.bin`, `.idx` and `.json`, as `trierarch data prepare` writes them."""
+    sequence_length: int = 256
+    """Tokens a sample."""
+    validation_fraction: float = 0.05
+    """Share of the documents, from the end of the file, that is held out for evaluation."""
+    mask_documents: bool = False
+    """Keep attention from crossing from one document into the next within a sample."""
+    prefetch_batches: int = 2
+    """Batches read ahead by a background thread; 0 reads in the loop."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the work is split over ranks."""
+
+    micro_batch_size: int = 8
+    """Samples that one rank takes through forward and backward at once."""
+
+
+@dataclass
+class LoopConfig:
+    """The training loop."""
+
+    steps: int = 1000
+    global_batch_size: int = 16
+    """Samples an optimizer step, over all ranks and micro-batches."""
+    clip_norm: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    log_every_steps: int = 10
+    eval_every_steps: int = 200
+    """0 evaluates only at the end."""
+    eval_batches: int = 20
+    """Global batches of held-out samples an evaluation; 0 does not evaluate."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Applied to matrices only, not to norms."""
+    warmup_steps: int = 100
+    decay: Decay = Decay.cosine
+    decay_fraction: float = 0.2
+    """Share of the steps that the decay of `wsd` takes."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of `lr`."""
+
+
+@dataclass
+class PrecisionConfig:
+    """Mixed precision."""
+
+    name: str = "bf16"
+    compute: Compute = Compute.bfloat16
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save and how much to keep."""
+
+    every_steps: int = 0
+    """0 saves by the clock, on a stop request and at the end only."""
+    every_minutes: float = 60.0
+    """0 saves by steps, on a stop request and at the end only."""
+    keep_last: int = 2
+    """Newest checkpoints kept; 0 keeps all."""
+
+
+@dataclass
+class ResilienceConfig:
+    """Stop requests and time limits."""
+
+    stop_signal: str = "SIGUSR2"
+    """Asks for a checkpoint and an orderly end, beside SIGTERM and Ctrl-C. Not SIGUSR1: NCCL takes it."""
+    start_timeout_s: float = 300.0
+    """How long the ranks wait for each other at the start."""
+    collective_timeout_s: float = 600.0
+    """How long a collective waits for a rank that does not come."""
+
+
+@dataclass
+class MonitorConfig:
+    """What a run tells of itself."""
+
+    progress: Progress = Progress.auto
+    tensorboard: bool = True
+    peak_tflops: float | None = None
+    """Peak of one device for MFU; known GPUs are looked up, null elsewhere leaves MFU out."""
+
+
+@dataclass
+class TrainConfig:
+    """All of a training run."""
+
+    seed: int = 1234
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """The folder of this run."""
+        return RunFolder(Path(self.run.root) / self.run.name)
+
+    def validate(self) -> None:
+        """Check what must hold; raise `ConfigError` for the first thing that does not."""
+        for path, value in (
+            ("data.sequence_length", self.data.sequence_length),
+            ("parallel.micro_batch_size", self.parallel.micro_batch_size),
+            ("loop.steps", self.loop.steps),
+            ("loop.global_batch_size", self.loop.global_batch_size),
+            ("loop.log_every_steps", self.loop.log_every_steps),
+            ("resilience.start_timeout_s", self.resilience.start_timeout_s),
+            ("resilience.collective_timeout_s", self.resilience.collective_timeout_s),
+        ):
+            _require(value > 0, f"{path}={value}: must be above 0")
+        for path, number in (
+            ("loop.clip_norm", self.loop.clip_norm),
+            ("loop.eval_every_steps", self.loop.eval_every_steps),
+            ("loop.eval_batches", self.loop.eval_batches),
+            ("data.prefetch_batches", self.data.prefetch_batches),
+            ("optim.lr", self.optim.lr),
+            ("optim.warmup_steps", self.optim.warmup_steps),
+            ("optim.weight_decay", self.optim.weight_decay),
+            ("checkpoint.every_steps", self.checkpoint.every_steps),
+            ("checkpoint.every_minutes", self.checkpoint.every_minutes),
+            ("checkpoint.keep_last", self.checkpoint.keep_last),
+        ):
+            _require(number >= 0, f"{path}={number}: must not be below 0")
+        for path, share in (
+            ("data.validation_fraction", self.data.validation_fraction),
+            ("optim.beta1", self.optim.beta1),
+            ("optim.beta2", self.optim.beta2),
+        ):
+            _require(0 <= share < 1, f"{path}={share}: must be at least 0 and below 1")
+        for path, share in (
+            ("optim.min_lr_ratio", self.optim.min_lr_ratio),
+            ("optim.decay_fraction", self.optim.decay_fraction),
+        ):
+            _require(0 <= share <= 1, f"{path}={share}: must be between 0 and 1")
+        micro, total = self.parallel.micro_batch_size, self.loop.global_batch_size
+        _require(
+            total % micro == 0,
+            f"loop.global_batch_size={total} is no multiple of parallel.micro_batch_size={micro}: change one",
+        )
+        _require(
+            self.loop.eval_batches == 0 or self.data.validation_fraction > 0,
+            "data.validation_fraction=0 holds nothing out: set loop.eval_batches=0 too, or hold some out",
+        )
+        self.model.validate()
+
+
+def load_config(overrides: Sequence[str]) -> TrainConfig:
+    """Compose and check the training configuration under the user's overrides."""
+    return _finish(configs.compose.compose("train", TrainConfig, overrides))
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read the `config.yaml` of a run folder and check it."""
+    return _finish(configs.compose.load(path, TrainConfig, overrides))
+
+
+def _finish(config: TrainConfig) -> TrainConfig:
+    # A job runs in its code snapshot: a path must mean the same there as where the user typed it.
+    config.run.root = str(Path(config.run.root).expanduser().absolute())
+    config.data.prefix = str(Path(config.data.prefix).expanduser().absolute())
+    config.validate()
+    return config
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,1 @@
+"""Plain torch models; they know nothing of parallelism."""
