@@ -85,7 +85,7 @@ def choices(group: str) -> list[str]:
 
 def key_of(override: str) -> str:
     """Return the dotted key that an override sets: `optim.lr` of `optim.lr=3e-4`."""
-    return cast(str, _parse(override).key_or_group)
+    return _parse(override).key_or_group
 
 
 def _parse(text: str) -> Override:
@@ -93,7 +93,7 @@ def _parse(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise ConfigError(
-            f"{text!r} is not a setting: write KEY=VALUE, for example optim.lr=3e-4 (quote values with spaces)"
+            f"{text!r} is not a setting: write KEY=VALUE, like optim.lr=3e-4 (quote values with spaces)"
         ) from error
     if override.is_sweep_override():
         raise ConfigError(f"{text!r} names several values: one run takes one value")

@@ -62,9 +62,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ConfigError(
-                f"run.name={self.name!r}: give a plain name, without / and not starting with a dot"
-            )
+            raise ConfigError(f"run.name={self.name!r}: give a name without / that does not start with a dot")
 
 
 @dataclass

@@ -35,9 +35,7 @@ class ModelConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be above 0")
         if self.vocab_size is not None and self.vocab_size <= 0:
-            raise ConfigError(
-                f"model.vocab_size={self.vocab_size}: must be above 0, or null for that of the data"
-            )
+            raise ConfigError(f"model.vocab_size={self.vocab_size}: give one above 0, or null")
         if self.dim % self.heads or self.head_dim % 2:
             raise ConfigError(
                 f"model.dim={self.dim} and model.heads={self.heads}: dim must be an even multiple of heads"
