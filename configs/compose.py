@@ -78,6 +78,27 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def to_tree(config: Any) -> dict[str, Any]:
+    """Turn dataclasses into plain nested dictionaries, enumerations into their names."""
+    tree = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
+    assert isinstance(tree, dict)
+    return cast(dict[str, Any], tree)
+
+
+def flatten_yaml(text: str) -> dict[str, Any]:
+    """List the leaves of a printed configuration by dotted key."""
+    return _flatten(OmegaConf.to_container(OmegaConf.create(text)), "")
+
+
+def _flatten(tree: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.removesuffix("."): tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _flatten(value, f"{prefix}{key}.")
+    return leaves
+
+
 def choices(group: str) -> list[str]:
     """List the choices of a group, `configs/<group>/*.yaml`."""
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))

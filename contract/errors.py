@@ -26,6 +26,10 @@ class PeerError(UserError):
     exit_code: int = ExitCode.PEER_FAILED
 
 
+class ReportedError(UserError):
+    """A fault that another process tells the user about; this one just ends with the code."""
+
+
 def closest(name: str, valid: Iterable[str]) -> str:
     """Name the valid choices, the closest match first: the tail of an error sentence about `name`.
 

@@ -1,0 +1,64 @@
+# The front door. `make help` lists what there is.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DATA := data/python-stdlib
+# More Hydra settings for run and submit: make run ARGS="loop.steps=50 optim.lr=3e-4"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run submit status lab-up lab-down test test-quick chaos bench check clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready  ## Make .venv with the pinned versions
+
+run: $(DATA).idx  ## Train a small Llama on this machine: 2 ranks, about three minutes
+	$(BIN)/trierarch train --ranks 2 run.name=first-run $(ARGS)
+
+submit: $(DATA).idx  ## The same training as a batch job, on the Slurm that is there or on this machine
+	$(BIN)/trierarch submit run.name=first-job job.ranks_per_node=2 $(ARGS)
+
+status: $(VENV)/.ready  ## Show all runs
+	$(BIN)/trierarch status
+
+lab-up: $(VENV)/.ready  ## Start a real multi-node Slurm on this machine
+	$(BIN)/trierarch lab up
+
+lab-down: $(VENV)/.ready  ## Stop it
+	$(BIN)/trierarch lab down
+
+test: check  ## All tests but the long ones (Slurm tests are skipped where Slurm is not installed)
+	$(BIN)/python -m pytest -m "not chaos"
+
+test-quick: $(VENV)/.dev  ## The tests that need no Slurm and little time
+	$(BIN)/python -m pytest -m "not chaos and not slurm and not slow"
+
+chaos: $(VENV)/.dev  ## Long fault-injection runs
+	$(BIN)/python -m pytest -m chaos
+
+bench: $(VENV)/.dev  ## Measure: ratios against a peer in the same run
+	for bench in tests/bench/*.py; do echo "== $$bench" && $(BIN)/python $$bench || exit 1; done
+
+check: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## Remove the environment and the prepared data; runs stay
+	rm -rf $(VENV) data build *.egg-info
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "trierarch needs Python 3.11 or newer: give one with make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(DATA).idx: | $(VENV)/.ready
+	$(BIN)/trierarch data prepare python-stdlib --prefix $(DATA) --train-bpe 2048

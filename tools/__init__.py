@@ -1,0 +1,1 @@
+"""For a person at a shell: the `trierarch` command and the tools behind it."""

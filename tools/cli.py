@@ -1,0 +1,148 @@
+"""The `trierarch` command: parses, then calls the part that does the work.
+
+This is the one module that knows both `slurm` and `train`. It imports what a command needs inside that
+command: a login node must answer in under half a second.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from contract.errors import ConfigError, UserError
+from tools.cli_data import app as data_app
+from tools.cli_lab import app as lab_app
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train large models on Slurm supercomputers: one command in, a finished run out.",
+)
+app.add_typer(data_app, name="data")
+app.add_typer(lab_app, name="lab")
+
+SUBMIT_SECTIONS = ("cluster", "job")
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings: model=llama_25m optim.lr=3e-4")
+]
+
+
+@app.command()
+def train(
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes on this machine. Default: one for each GPU, or one.")
+    ] = None,
+    cfg: Annotated[
+        str | None, typer.Option(help="`job` prints the whole resolved configuration and ends.")
+    ] = None,
+) -> None:
+    """Train on this machine; Ctrl-C stops with a checkpoint and the same command continues from it."""
+    from configs.compose import to_yaml
+    from slurm.launch import local_gpus, mpi_command, run_in_foreground
+    from train.config import load_config
+
+    if cfg not in (None, "job"):
+        raise ConfigError(f"--cfg {cfg}: only `--cfg job` can be printed")
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: start at least one")
+    _refuse_sections(overrides or [])
+    config = load_config(overrides or [])
+    if cfg:
+        print(to_yaml(config), end="")
+        return
+    command = [sys.executable, "-m", "train", *(overrides or [])]
+    argv, environment = mpi_command(ranks or max(1, local_gpus()), command)
+    stop_signal = signal.Signals[config.resilience.stop_signal]
+    raise typer.Exit(run_in_foreground(argv, environment, stop_signal))
+
+
+@app.command()
+def submit(
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the batch script and submit nothing.")] = False,
+) -> None:
+    """Train as a batch job; `job.nodes=2` and `cluster=NAME` say where, the rest is as for `train`."""
+    from configs.compose import key_of, to_yaml
+    from slurm.settings import load_submit
+    from slurm.submit import submit as submit_run
+    from train.config import load_config
+
+    where: list[str] = []
+    what: list[str] = []
+    for override in overrides or []:
+        (where if key_of(override).split(".")[0] in SUBMIT_SECTIONS else what).append(override)
+    config = load_config(what)
+    submission = submit_run(config.run_folder, to_yaml(config), load_submit(where), dry_run=dry_run)
+    if dry_run:
+        print(submission.script, end="")
+        return
+    print(submission.summary())
+
+
+@app.command()
+def status(
+    root: Annotated[Path, typer.Argument(help="A folder of runs, or one run.")] = Path("runs"),
+) -> None:
+    """Show every run: state, job, step, loss, checkpoint."""
+    from slurm.status import render
+    from slurm.status import status as states
+
+    print(render(states(root)), end="")
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="The run folder, for example runs/first-run.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Draw among that many of the likeliest.")] = 50,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Continue a text with the newest whole checkpoint of a run."""
+    from train.generate import generate as continue_text
+
+    print(
+        continue_text(run, prompt, count=tokens, temperature=temperature, top_k=top_k, seed=seed),
+    )
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The run folder, for example runs/first-run.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write config.json and the safetensors files.")],
+) -> None:
+    """Write the newest whole checkpoint of a run as a Hugging Face Llama model."""
+    from train.generate import export as export_run
+
+    step = export_run(run, folder)
+    print(f"step {step} of {run} is in {folder}")
+
+
+def _refuse_sections(overrides: list[str]) -> None:
+    from configs.compose import key_of
+
+    for override in overrides:
+        if key_of(override).split(".")[0] in SUBMIT_SECTIONS:
+            raise ConfigError(f"{override}: this says where a batch job runs, use it with `trierarch submit`")
+
+
+def main() -> None:
+    """Run the command; a `UserError` is one sentence and its exit code."""
+    try:
+        app()
+    except UserError as error:
+        print(f"trierarch: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output, `head` for example, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

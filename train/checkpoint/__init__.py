@@ -1,0 +1,1 @@
+"""Checkpoints: save, publish, restore, retain."""

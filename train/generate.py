@@ -1,0 +1,101 @@
+"""Continue a text with a trained model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from contract.errors import UserError
+from contract.run_folder import RunFolder
+from train.checkpoint.manifest import Manifest, read_manifest
+from train.config import read_config
+from train.data.metadata import Metadata
+from train.model.config import ModelConfig
+from train.model.hf import write_hf
+from train.model.llama import Llama, build
+
+
+def newest_whole(run: RunFolder) -> Manifest:
+    """Return the manifest of the newest whole checkpoint of a run; raise `UserError` when there is none."""
+    problem = "it has none"
+    for step in reversed(run.published_steps()):
+        try:
+            return read_manifest(run.checkpoints / f"step_{step}")
+        except ValueError as error:
+            problem = f"step_{step}: {error}"
+    raise UserError(f"run folder {run.path} has no whole checkpoint to read ({problem}): train it first")
+
+
+def load_model(run: RunFolder) -> tuple[Llama, Manifest]:
+    """Load the model alone of the newest whole checkpoint, on the CPU, without a process group."""
+    manifest = newest_whole(run)
+    model = build(ModelConfig(**manifest.model), seed=0, device=torch.device("cpu"))
+    tree = {"model": model.state_dict()}
+    dcp.load(tree, checkpoint_id=run.checkpoints / f"step_{manifest.step}", no_dist=True)
+    model.load_state_dict(tree["model"])
+    return model.eval(), manifest
+
+
+def generate(folder: Path, prompt: str, *, count: int, temperature: float, top_k: int, seed: int) -> str:
+    """Return `prompt` with up to `count` tokens after it, by the newest whole checkpoint of a run folder."""
+    run = RunFolder(folder)
+    model, _ = load_model(run)
+    config = read_config(run.config)
+    prefix = Path(config.data.prefix)
+    tokenizer = Metadata.read(prefix).load_tokenizer(prefix)
+    ids = [int(token) for token in tokenizer.encode(prompt)]
+    if not ids:
+        raise UserError("the prompt is empty: give --prompt some text to continue")
+    drawn = sample(
+        model,
+        ids,
+        count,
+        context=config.data.sequence_length,
+        seed=seed,
+        temperature=temperature,
+        top_k=top_k,
+        stop_at=tokenizer.eod_id,
+    )
+    return prompt + tokenizer.decode(drawn)
+
+
+def export(run: Path, folder: Path) -> int:
+    """Write the newest whole checkpoint of a run folder in Hugging Face's layout; return its step."""
+    model, manifest = load_model(RunFolder(run))
+    write_hf(folder, model.config, model.state_dict())
+    return manifest.step
+
+
+@torch.no_grad()
+def sample(
+    model: torch.nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    context: int,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    stop_at: int | None = None,
+) -> list[int]:
+    """Draw up to `count` tokens after `prompt`; ends early at the token `stop_at`. Temperature 0 takes the likeliest.
+
+    The model sees the last `context` tokens at each step.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(count):
+        window = torch.tensor([tokens[-context:]], dtype=torch.int64, device=device)
+        logits = model(window)[0, -1].float().cpu()
+        if temperature == 0:
+            drawn = int(logits.argmax())
+        else:
+            best = logits.topk(min(top_k, logits.numel()))
+            chances = torch.softmax(best.values / temperature, dim=-1)
+            drawn = int(best.indices[torch.multinomial(chances, 1, generator=generator)])
+        if drawn == stop_at:
+            break
+        tokens.append(drawn)
+    return tokens[len(prompt) :]

@@ -1,0 +1,146 @@
+"""The training loop. Read this first: everything else is called from here."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from contract.run_folder import Event, RunFolder
+from train.checkpoint.store import CheckpointStore
+from train.config import TrainConfig
+from train.data.loader import TrainLoader
+from train.evaluate import Evaluation, Evaluator
+from train.model.config import flops_per_token
+from train.model.llama import next_token_loss
+from train.monitor.clock import StepClock
+from train.monitor.progress import ProgressLine
+from train.monitor.recorder import Recorder
+from train.optim.schedule import learning_rate
+from train.parallel.data import accumulate, mean_over_ranks
+from train.precision import autocast
+from train.resilience.stop import Agreement
+from train.state import TrainState
+
+
+@dataclass
+class Parts:
+    """What the loop works with; `train/run.py` puts it together."""
+
+    config: TrainConfig
+    run: RunFolder
+    device: torch.device
+    state: TrainState
+    forward: nn.Module
+    """The model as it is called: wrapped for data parallelism where there is more than one rank."""
+    loader: TrainLoader
+    evaluator: Evaluator
+    checkpoints: CheckpointStore
+    agreement: Agreement
+    progress: ProgressLine
+    recorder: Recorder | None
+    """On rank 0 only."""
+    peak_flops: float | None
+    """Of all devices together, FLOP/s."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended."""
+
+    stopped: bool
+    """A stop was requested and a checkpoint saved; else the last step is done."""
+    evaluation: Evaluation | None = None
+
+
+def train(parts: Parts) -> Outcome:
+    """Train from where `parts.state` stands to the last step."""
+    config, state, optimizer = parts.config, parts.state, parts.state.optimizer
+    steps, global_batch_size = config.loop.steps, config.loop.global_batch_size
+    clock = StepClock(state.step)
+    while state.step < steps:
+        parts.agreement.begin()
+        lr = learning_rate(config.optim, state.step, steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        micro_batches = next(parts.loader)
+        loss = torch.zeros((), device=parts.device)
+        for index, batch in enumerate(micro_batches):
+            batch = batch.to(parts.device)
+            with accumulate(parts.forward, last=index == len(micro_batches) - 1):
+                with autocast(config.precision, parts.device):
+                    logits = parts.forward(batch.tokens, batch.documents)
+                micro_loss = next_token_loss(logits, batch.targets) / len(micro_batches)
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        grad_norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.loop.clip_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        state.samples += global_batch_size
+        state.tokens += global_batch_size * config.data.sequence_length
+
+        last = state.step == steps
+        if last or state.step % config.loop.log_every_steps == 0:
+            loss_value = mean_over_ranks(loss)  # waits for the device, so that the clock is right
+            _log(parts, loss_value, float(grad_norm), lr, clock.step_time_s(state.step))
+            clock.restart(state.step)
+        parts.progress.step(state.step)
+
+        decision = parts.agreement.decide()
+        if decision.stop and not last:
+            return _stop(parts)
+        if last or decision.save or _every(config.checkpoint.every_steps, state.step):
+            parts.checkpoints.save(state)
+            parts.agreement.saved()
+            clock.restart(state.step)
+        if not last and _every(config.loop.eval_every_steps, state.step):
+            evaluate(parts)
+            clock.restart(state.step)
+
+    evaluation = evaluate(parts)
+    if evaluation is None and parts.evaluator.samples > 0:
+        return _stop(parts)
+    return Outcome(stopped=False, evaluation=evaluation)
+
+
+def evaluate(parts: Parts) -> Evaluation | None:
+    """Evaluate and record; None when there is nothing to evaluate on or a stop was requested meanwhile."""
+    parts.state.model.eval()
+    evaluation = parts.evaluator.run(parts.state.model)
+    parts.state.model.train()
+    if evaluation is not None and parts.recorder is not None:
+        parts.recorder.log(parts.state.step, evaluation.as_metrics())
+    return evaluation
+
+
+def _stop(parts: Parts) -> Outcome:
+    if parts.recorder is not None:
+        parts.run.append_event(Event.STOP_REQUESTED, step=parts.state.step)
+    parts.checkpoints.save(parts.state)
+    return Outcome(stopped=True)
+
+
+def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: float) -> None:
+    config = parts.config
+    tokens_per_s = config.loop.global_batch_size * config.data.sequence_length / step_time_s
+    parts.progress.logged(parts.state.step, loss, tokens_per_s)
+    if parts.recorder is None:
+        return
+    values = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "tokens": parts.state.tokens,
+        "tokens_per_s": tokens_per_s,
+        "step_time_s": step_time_s,
+    }
+    if parts.peak_flops is not None:
+        flops = tokens_per_s * flops_per_token(config.model, config.data.sequence_length)
+        values["mfu"] = flops / parts.peak_flops
+    parts.recorder.log(parts.state.step, values)
+
+
+def _every(interval: int, step: int) -> bool:
+    return interval > 0 and step % interval == 0

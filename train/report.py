@@ -1,0 +1,53 @@
+"""What a finished run shows its user: how good it became, a sample, and where to look."""
+
+import zlib
+
+from train.data.loader import TokenWindows
+from train.data.tokenizer import Tokenizer
+from train.evaluate import Evaluation
+from train.generate import sample
+from train.loop import Parts
+
+SAMPLE_TOKENS = 160
+PROMPT_TOKENS = 40
+MAX_ZLIB_BYTES = 2**26
+
+
+def report(parts: Parts, evaluation: Evaluation | None) -> None:
+    """Print the closing lines of rank 0."""
+    say, run, step = parts.progress.say, parts.run, parts.state.step
+    say(f"finished: step {step}, {parts.state.tokens:,} tokens")
+    windows, tokenizer = parts.evaluator.windows, parts.evaluator.tokenizer
+    if evaluation is not None and windows is not None and tokenizer is not None:
+        say(_quality(evaluation, windows, tokenizer, parts.evaluator.samples))
+        say("\na sample that continues held-out text after [...]:\n")
+        say(_sample(parts, windows, tokenizer) + "\n")
+    say(f"checkpoint  {run.checkpoints / f'step_{step}'}")
+    say(f"metrics     {run.metrics}")
+    if parts.config.monitor.tensorboard:
+        say(f"curves      tensorboard --logdir {run.tensorboard}")
+
+
+def _quality(evaluation: Evaluation, windows: TokenWindows, tokenizer: Tokenizer, samples: int) -> str:
+    text = f"validation loss {evaluation.loss:.4f} over {evaluation.tokens:,} held-out tokens"
+    if evaluation.bits_per_byte is None:
+        return text
+    text += f": {evaluation.bits_per_byte:.3f} bits per byte"
+    held_out = tokenizer.decode(windows.targets(samples)).encode()
+    if 0 < len(held_out) <= MAX_ZLIB_BYTES:
+        bits = 8 * len(zlib.compress(held_out, level=9)) / len(held_out)
+        text += f" (zlib level 9 on the same bytes: {bits:.3f})"
+    return text
+
+
+def _sample(parts: Parts, windows: TokenWindows, tokenizer: Tokenizer) -> str:
+    prompt = windows.targets(1)[:PROMPT_TOKENS]
+    drawn = sample(
+        parts.state.model,
+        prompt.tolist(),
+        SAMPLE_TOKENS,
+        context=parts.config.data.sequence_length,
+        seed=parts.config.seed,
+        stop_at=tokenizer.eod_id,
+    )
+    return f"{tokenizer.decode(prompt)}[...]{tokenizer.decode(drawn)}"

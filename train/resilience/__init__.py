@@ -1,0 +1,1 @@
+"""Stop requests and ownership of a run."""

@@ -1,0 +1,283 @@
+"""One rank of one run: put the parts together, train, and tell how it ended."""
+
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import configs.compose
+from contract.errors import ConfigError, ReportedError, UserError
+from contract.exit_codes import ExitCode
+from contract.run_folder import Event
+from train import bootstrap
+from train.checkpoint.manifest import Manifest
+from train.checkpoint.store import CheckpointStore
+from train.config import Resume, TrainConfig
+from train.data.loader import TokenWindows, TrainLoader, describe_change
+from train.evaluate import Evaluator
+from train.loop import Outcome, Parts, train
+from train.mesh import ParallelDims
+from train.model.llama import build
+from train.monitor.flops import peak_tflops
+from train.monitor.progress import ProgressLine
+from train.monitor.recorder import Recorder
+from train.optim.adamw import build_optimizer
+from train.parallel.data import replicate
+from train.report import report
+from train.resilience.owner import RunOwner
+from train.resilience.stop import Agreement, StopRequest
+from train.resilience.together import together
+from train.state import TrainState, seed_everything
+
+SHARED_STORAGE_WAIT_S = 10.0
+
+
+def run(config: TrainConfig, request: StopRequest) -> ExitCode:
+    """Train `config` in this rank until it is finished or a stop is requested."""
+    limits = config.resilience
+    joined = bootstrap.join(os.environ, limits.start_timeout_s)
+    device = bootstrap.start_process_group(joined, limits.start_timeout_s, limits.collective_timeout_s)
+    launch = Launch(config, request, joined.world, device)
+    try:
+        parts = launch.set_up()
+        outcome = train(parts)
+        _conclude(parts, outcome)
+        dist.barrier()
+    except Exception as error:
+        launch.record_failure(error)
+        raise
+    finally:
+        launch.owner.release()
+    return ExitCode.STOPPED if outcome.stopped else ExitCode.FINISHED
+
+
+class Launch:
+    """The set-up of one launch of a run, seen from one rank.
+
+    Nothing in the run folder changes until everything that can be wrong was checked: a launch that is
+    refused must leave the run as it was.
+    """
+
+    def __init__(
+        self, config: TrainConfig, request: StopRequest, world: bootstrap.World, device: torch.device
+    ) -> None:
+        self.owner = RunOwner(config.run_folder)
+        self._config = config
+        self._config_text = configs.compose.to_yaml(config)
+        self._request = request
+        self._world = world
+        self._device = device
+        self._leader = world.rank == 0
+        self._announced = False
+
+    def set_up(self) -> Parts:
+        """Build what the loop works with, restored from the newest checkpoint. Collective."""
+        config, device, world = self._config, self._device, self._world
+        control, saving = (_cpu_group(config.resilience.collective_timeout_s) for _ in range(2))
+        together(control, self._claim)
+        together(control, self._check_shared)
+        windows, held_out = together(control, self._open_data)
+
+        mesh = ParallelDims.of(world).build_mesh(device.type)
+        model = build(config.model, config.seed, device)
+        state = TrainState(model, build_optimizer(model, config.optim), rank=world.rank)
+        seed_everything(config.seed, world.rank)
+        checkpoints = CheckpointStore(
+            run=config.run_folder,
+            group=saving,
+            manifest=Manifest(
+                step=0,
+                world_size=world.size,
+                model=configs.compose.to_tree(config.model),
+                data=windows.fingerprint,
+            ),
+            keep_last=config.checkpoint.keep_last,
+            check_owner=self.owner.check,
+        )
+        self._restore(checkpoints, state)
+        together(control, lambda: self._announce(state))
+
+        # From here on the model is called through `forward`; the state keeps the bare one.
+        forward = replicate(model, mesh, device)
+        agreement = Agreement(control, self._request, config.checkpoint.every_minutes * 60)
+        peak = peak_tflops(device, config.monitor.peak_tflops)
+        return Parts(
+            config=config,
+            run=config.run_folder,
+            device=device,
+            state=state,
+            forward=forward,
+            loader=TrainLoader(
+                windows,
+                seed=config.seed,
+                consumed_samples=state.samples,
+                global_batch_size=config.loop.global_batch_size,
+                micro_batch_size=config.parallel.micro_batch_size,
+                dp_rank=mesh.get_local_rank(),
+                dp_size=mesh.size(),
+                prefetch_batches=config.data.prefetch_batches,
+            ),
+            evaluator=Evaluator(config, held_out, device, control, agreement),
+            checkpoints=checkpoints,
+            agreement=agreement,
+            progress=ProgressLine(config.monitor.progress, config.loop.steps, state.step, self._leader),
+            recorder=Recorder(config.run_folder, state.step, config.monitor.tensorboard)
+            if self._leader
+            else None,
+            peak_flops=None if peak is None else peak * 1e12 * world.size,
+        )
+
+    def record_failure(self, error: Exception) -> None:
+        """Leave word of a failure in the run folder, if this launch had begun to train."""
+        if not self._announced or isinstance(error, ReportedError):
+            return
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        folder = self._config.run_folder
+        # The failure itself is raised on; that it could not be noted down as well must not hide it.
+        with suppress(OSError):
+            folder.append_event(Event.FAILED, rank=self._world.rank, reason=reason)
+
+    def _claim(self) -> None:
+        """Take the run folder for this launch (rank 0)."""
+        if not self._leader:
+            return
+        folder = self._config.run_folder
+        try:
+            folder.create()
+            self.owner.acquire()
+        except OSError as error:
+            raise UserError(
+                f"run folder {folder.path} cannot be written ({error.strerror}): choose another run.root, or free "
+                "some space"
+            ) from error
+        if self._config.run.resume is Resume.never and folder.published_steps():
+            raise ConfigError(
+                f"run {folder.name} already has checkpoints up to step {folder.published_steps()[-1]} in "
+                f"{folder.path}: choose another run.name, or drop run.resume=never to continue it"
+            )
+
+    def _check_shared(self) -> None:
+        """Make sure that this rank sees what rank 0 has written: shards on separate disks are no checkpoint."""
+        deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
+        while not self.owner.path.exists():
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{self._config.run_folder.path} is not the folder that rank 0 writes to: put run.root on storage "
+                    "that all nodes share"
+                )
+            time.sleep(0.1)
+
+    def _open_data(self) -> tuple[TokenWindows, TokenWindows | None]:
+        """Open the token files and fit the vocabulary to them."""
+        config = self._config
+        windows = TokenWindows.open(config.data, "train")
+        held_out = TokenWindows.open(config.data, "validation") if config.loop.eval_batches > 0 else None
+        if config.model.vocab_size is None:
+            # Multiples of 64 suit the tiles of matrix units.
+            config.model.vocab_size = -(-windows.metadata.vocab_size // 64) * 64
+        windows.metadata.check_vocabulary(config.model.vocab_size)
+        config.model.check_sequence_length(config.data.sequence_length)
+        return windows, held_out
+
+    def _restore(self, checkpoints: CheckpointStore, state: TrainState) -> None:
+        newest = checkpoints.newest()
+        if newest is None:
+            if self._config.run.resume is Resume.required:
+                raise ConfigError(
+                    f"run {checkpoints.run.name} has no checkpoint to continue from: drop run.resume=required"
+                )
+            return
+        _check_model(newest, checkpoints.manifest)
+        if change := describe_change(newest.data, checkpoints.manifest.data):
+            raise ConfigError(
+                f"the data of run {checkpoints.run.name} is not what it was trained on so far ({change}): give back "
+                "the old data.prefix, or start another run.name"
+            )
+        checkpoints.load(state, newest)
+
+    def _announce(self, state: TrainState) -> None:
+        """Write down what this launch is about to do (rank 0)."""
+        self._announced = True
+        if not self._leader:
+            return
+        folder = self._config.run_folder
+        changes = (
+            _changed_values(folder.config.read_text(), self._config_text) if folder.config.exists() else []
+        )
+        try:
+            if not folder.config.exists() or changes:
+                temporary = folder.config.with_suffix(".tmp")
+                temporary.write_text(self._config_text)
+                temporary.replace(folder.config)
+            folder.finished.unlink(missing_ok=True)
+            folder.failed.unlink(missing_ok=True)
+            folder.append_event(
+                Event.STARTED,
+                pid=os.getpid(),
+                world_size=self._world.size,
+                launcher=self._world.launcher,
+                changed=changes,
+            )
+            if state.step > 0:
+                folder.append_event(Event.RESUMED, step=state.step, tokens=state.tokens)
+            for name in self._request.replaced:
+                reason = f"another handler of {name} was replaced: stop requests belong to the trainer"
+                folder.append_event(Event.WARNING, reason=reason)
+        except OSError as error:
+            raise UserError(
+                f"run folder {folder.path} cannot be written ({error.strerror}): free some space"
+            ) from error
+        if state.step > 0:
+            print(f"trierarch: continuing run {folder.name} from step {state.step}", flush=True)
+            for change in changes:
+                print(f"trierarch: changed since then: {change}", flush=True)
+
+
+def _changed_values(before: str, after: str) -> list[str]:
+    """Say which values differ between two printed configurations."""
+    old, new = configs.compose.flatten_yaml(before), configs.compose.flatten_yaml(after)
+    return [
+        f"{key}={new.get(key)} (was {old.get(key)})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _check_model(saved: Manifest, wanted: Manifest) -> None:
+    harmless = {"name", "init_std", "max_sequence_length"}
+    for key in sorted((saved.model.keys() | wanted.model.keys()) - harmless):
+        old, new = saved.model.get(key), wanted.model.get(key)
+        if old != new:
+            raise ConfigError(
+                f"model.{key} is {new}, but the checkpoint of step {saved.step} has {old}: use the model and the "
+                "data that it was trained with, or give the new run another run.name"
+            )
+
+
+def _conclude(parts: Parts, outcome: Outcome) -> None:
+    """Close what is open; on rank 0 leave the last event and tell the user what came out."""
+    parts.loader.close()
+    parts.progress.close()
+    if parts.recorder is None:
+        return
+    parts.recorder.close()
+    step = parts.state.step
+    if outcome.stopped:
+        saved = parts.run.published_steps()
+        newest = f"checkpoint step_{saved[-1]} is saved" if saved else "nothing was saved yet"
+        parts.run.append_event(Event.STOPPED, step=saved[-1] if saved else 0)
+        parts.progress.say(f"stopped after step {step}, {newest}: the same command continues")
+        return
+    report(parts, outcome.evaluation)
+    metrics = {} if outcome.evaluation is None else outcome.evaluation.as_metrics()
+    parts.run.append_event(Event.FINISHED, step=step, **metrics)
+    parts.run.mark_finished()
+
+
+def _cpu_group(timeout_s: float) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group

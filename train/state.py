@@ -1,0 +1,88 @@
+"""TrainState: all that must survive a restart, with one state_dict()."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+@dataclass
+class TrainState:
+    """The model, its optimizer, the position in the run and in the data, and the random generators.
+
+    `state_dict` is collective where parameters are sharded. What it returns holds tensors only, so that a
+    checkpoint can be read without unpickling.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rank: int = 0
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples consumed by these steps: the position in the data."""
+    tokens: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as a tree of tensors; random generators are kept for each rank."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        progress = {"step": self.step, "samples": self.samples, "tokens": self.tokens}
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "progress": {name: torch.tensor(value, dtype=torch.int64) for name, value in progress.items()},
+            "rng": {f"rank_{self.rank}": _rng_state()},
+        }
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over a tree of `state_dict`; hyperparameters of the optimizer stay as they were built."""
+        hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"]
+        )
+        # The configuration decides: a changed weight decay must not be undone by the checkpoint.
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            group.update(values)
+        progress = {name: int(value) for name, value in tree["progress"].items()}
+        self.step, self.samples, self.tokens = progress["step"], progress["samples"], progress["tokens"]
+        # A rank that the saving world did not have keeps the generators that it was seeded with.
+        if own := tree["rng"].get(f"rank_{self.rank}"):
+            _set_rng_state(own)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed every generator; each rank draws from a stream of its own."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    version, words, gauss = random.getstate()
+    assert version == 3 and gauss is None, "random.gauss keeps state that is not saved"
+    name, keys, position, has_gauss, _ = np.random.get_state(legacy=True)  # type: ignore[misc]
+    assert name == "MT19937" and not has_gauss
+    state = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    *keys, position = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
