@@ -43,6 +43,13 @@ class Parts:
     peak_flops: float | None
     """Of all devices together, FLOP/s."""
 
+    def close(self) -> None:
+        """End the reader's thread, write out metrics, leave the terminal as it was."""
+        self.loader.close()
+        self.progress.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
 
 @dataclass(frozen=True)
 class Outcome:

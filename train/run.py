@@ -36,14 +36,24 @@ SHARED_STORAGE_WAIT_S = 10.0
 
 
 def run(config: TrainConfig, request: StopRequest) -> ExitCode:
-    """Train `config` in this rank until it is finished or a stop is requested."""
+    """Find the other ranks, then train `config` until it is finished or a stop is requested."""
     limits = config.resilience
     joined = bootstrap.join(os.environ, limits.start_timeout_s)
     device = bootstrap.start_process_group(joined, limits.start_timeout_s, limits.collective_timeout_s)
-    launch = Launch(config, request, joined.world, device)
+    return run_rank(config, request, joined.world, device)
+
+
+def run_rank(
+    config: TrainConfig, request: StopRequest, world: bootstrap.World, device: torch.device
+) -> ExitCode:
+    """Train as one rank of a process group that exists already."""
+    launch = Launch(config, request, world, device)
     try:
         parts = launch.set_up()
-        outcome = train(parts)
+        try:
+            outcome = train(parts)
+        finally:
+            parts.close()
         _conclude(parts, outcome)
         dist.barrier()
     except Exception as error:
@@ -258,12 +268,9 @@ def _check_model(saved: Manifest, wanted: Manifest) -> None:
 
 
 def _conclude(parts: Parts, outcome: Outcome) -> None:
-    """Close what is open; on rank 0 leave the last event and tell the user what came out."""
-    parts.loader.close()
-    parts.progress.close()
+    """On rank 0 leave the last event and tell the user what came out."""
     if parts.recorder is None:
         return
-    parts.recorder.close()
     step = parts.state.step
     if outcome.stopped:
         saved = parts.run.published_steps()

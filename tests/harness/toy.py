@@ -1,0 +1,57 @@
+"""A run small enough for a test: a few thousand tokens and a model of some thousand parameters."""
+
+import random
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from contract.exit_codes import ExitCode
+from train.bootstrap import World
+from train.config import load_config
+from train.resilience.stop import StopRequest
+from train.run import run_rank
+
+MODEL = ["model=llama_1m", "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=64"]
+LOOP = ["loop.global_batch_size=8", "loop.log_every_steps=1", "loop.eval_batches=2", "loop.eval_every_steps=0"]
+REST = ["data.sequence_length=32", "parallel.micro_batch_size=2", "optim.warmup_steps=5", "optim.lr=1e-2"]
+QUIET = ["monitor.progress=off", "monitor.tensorboard=false"]
+
+
+def write_toy_text(folder: Path, documents: int = 60) -> Path:
+    """Write a folder of small documents of made-up words; the same each time."""
+    words = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(documents):
+        text = " ".join(words.choice(["row", "oar", "mast", "sail", "keel"]) for _ in range(80))
+        (folder / f"{index:03}.txt").write_text(text)
+    return folder
+
+
+def toy_overrides(prefix: Path, root: Path, name: str, *more: str) -> list[str]:
+    """Hydra settings of a toy run on the token files at `prefix`."""
+    return [*MODEL, *LOOP, *REST, *QUIET, f"data.prefix={prefix}", f"run.root={root}", f"run.name={name}", *more]
+
+
+class StopAfter(StopRequest):
+    """A stop request that arrives by itself, at the beginning of some step, on one rank alone."""
+
+    def __init__(self, step: int | None, here: bool = True) -> None:
+        self.replaced: list[str] = []
+        self._looks_left = step
+        self._here = here
+
+    @property
+    def received(self) -> str | None:  # type: ignore[override]
+        if self._looks_left is None or not self._here:
+            return None
+        self._looks_left -= 1
+        return "SIGUSR2" if self._looks_left < 0 else None
+
+
+def train_toy(overrides: list[str], stop_after: int | None = None) -> ExitCode:
+    """Run a toy configuration as this rank of the test's process group; only the last rank is told to stop."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
+    request = StopAfter(stop_after, here=rank == size - 1)
+    return run_rank(load_config(overrides), request, world, torch.device("cpu"))

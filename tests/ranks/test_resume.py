@@ -1,0 +1,178 @@
+"""A run that is stopped and continued is, to the bit, the run that was never stopped."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness.pool import Ranks, RanksError
+from harness.toy import toy_overrides, train_toy, write_toy_text
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from contract.exit_codes import ExitCode
+from contract.run_folder import Event, RunFolder, read_json_lines
+from train.data.prepare import prepare
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
+    return folder / "toy"
+
+
+def saved_tensors(run: RunFolder, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Read the newest checkpoint by torch's own converter, flattened."""
+    target = tmp_path / f"{run.name}.pt"
+    dcp_to_torch_save(run.checkpoints / f"step_{run.published_steps()[-1]}", target)
+    flat: dict[str, torch.Tensor] = {}
+
+    def walk(tree: object, path: str) -> None:
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                walk(value, f"{path}/{key}")
+        elif isinstance(tree, torch.Tensor):
+            flat[path] = tree
+
+    walk(torch.load(target, weights_only=True), "")
+    return flat
+
+
+def losses(run: RunFolder) -> dict[int, tuple[float, float]]:
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics) if "loss" in line}
+
+
+def assert_same_run(one: RunFolder, other: RunFolder, tmp_path: Path) -> None:
+    assert losses(one) == losses(other)
+    assert list(losses(one)) == list(range(1, STEPS + 1))
+    left, right = saved_tensors(one, tmp_path), saved_tensors(other, tmp_path)
+    assert left.keys() == right.keys()
+    assert any("exp_avg_sq" in name for name in left)
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.req("C13", "A22")
+@pytest.mark.parametrize(("size", "precision"), [(1, "bf16"), (2, "bf16"), (4, "fp32")])
+def test_resume_is_bitwise(ranks: Ranks, tokens: Path, tmp_path: Path, size: int, precision: str) -> None:
+    stops = sorted(random.sample(range(1, STEPS - 1), 2))
+    common = [f"loop.steps={STEPS}", f"precision={precision}"]
+    undisturbed = toy_overrides(tokens, tmp_path, "undisturbed", *common)
+    assert ranks(size, train_toy, undisturbed) == [ExitCode.FINISHED] * size
+
+    stopped = toy_overrides(tokens, tmp_path, "stopped", *common, "data.prefetch_batches=0")
+    for done, stop in zip([0, *stops], stops, strict=False):
+        assert ranks(size, train_toy, stopped, stop_after=stop - done - 1) == [ExitCode.STOPPED] * size
+        assert RunFolder(tmp_path / "stopped").published_steps()[-1] == stop, f"stops {stops}"
+    assert ranks(size, train_toy, stopped) == [ExitCode.FINISHED] * size
+
+    run = RunFolder(tmp_path / "stopped")
+    assert_same_run(RunFolder(tmp_path / "undisturbed"), run, tmp_path)
+    resumed = [event["step"] for event in run.read_events() if event["event"] == Event.RESUMED]
+    assert resumed == stops
+    assert run.finished.exists()
+
+
+@pytest.mark.req("C13", "A13")
+def test_resume_on_another_number_of_ranks_goes_on_with_the_same_samples(
+    ranks: Ranks, tokens: Path, tmp_path: Path
+) -> None:
+    """Sums are added in another order, so the losses agree to rounding only; a skipped sample would show."""
+    common = [f"loop.steps={STEPS}", "precision=fp32"]
+    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "one", *common))
+    changing = toy_overrides(tokens, tmp_path, "changing", *common)
+    ranks(2, train_toy, changing, stop_after=9)
+    ranks(4, train_toy, changing, stop_after=9)
+    ranks(1, train_toy, changing)
+    one, other = losses(RunFolder(tmp_path / "one")), losses(RunFolder(tmp_path / "changing"))
+    assert one.keys() == other.keys()
+    for step, values in one.items():
+        assert other[step] == pytest.approx(values, rel=2e-4), step
+
+
+@pytest.mark.req("C13")
+def test_lost_work_is_done_again_to_the_same_metrics(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    """Metrics of steps after the checkpoint belong to work that a crash lost: they must not appear twice."""
+    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=12", "checkpoint.every_steps=4")
+    ranks(1, train_toy, overrides)
+    run = RunFolder(tmp_path / "run")
+    before = losses(run)
+    newest = run.checkpoints / "step_12"
+    next(newest.glob("*.distcp")).unlink()
+    ranks(1, train_toy, overrides)
+    assert losses(run) == before
+    warnings = [event["reason"] for event in run.read_events() if event["event"] == Event.WARNING]
+    assert any("step_12" in reason and "missing" in reason for reason in warnings)
+    assert run.published_steps() == [8, 12]
+    dcp.FileSystemReader(newest).read_metadata()
+
+
+def test_a_failed_save_does_not_end_the_training(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=3", "checkpoint.every_steps=2")
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    # A file where the save wants to make its folder.
+    (run.checkpoints / "step_2.tmp-local.r0").write_text("")
+    assert ranks(2, train_toy, overrides) == [ExitCode.FINISHED] * 2
+    warnings = [event["reason"] for event in run.read_events() if event["event"] == Event.WARNING]
+    assert any("saving step 2 failed" in reason for reason in warnings)
+    assert run.published_steps() == [3]
+
+
+def test_a_step_with_nothing_whole_is_refused(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=4")
+    ranks(1, train_toy, overrides)
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "step_4" / "manifest.json").unlink()
+    with pytest.raises(RanksError, match=r"step_4 of run run is damaged: manifest.json is missing"):
+        ranks(2, train_toy, overrides)
+    assert run.finished.exists(), "a refused launch must leave the run as it was"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("model.vocab_size=512", r"model.vocab_size is 512, but the checkpoint of step 4 has 320"),
+        ("model.layers=3", r"model.layers is 3, but the checkpoint of step 4 has 2"),
+        ("run.resume=never", r"run run already has checkpoints up to step 4"),
+        ("model.vocab_size=100", r"model.vocab_size=100 is smaller than the vocabulary of the data"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    ranks: Ranks, tokens: Path, tmp_path: Path, change: str, sentence: str
+) -> None:
+    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=4")
+    ranks(1, train_toy, overrides)
+    run = RunFolder(tmp_path / "run")
+    before = (run.config.read_text(), run.events.read_text(), run.metrics.read_text())
+    with pytest.raises(RanksError, match=sentence):
+        ranks(2, train_toy, [*overrides, change])
+    assert (run.config.read_text(), run.events.read_text(), run.metrics.read_text()) == before
+
+
+def test_other_data_is_refused(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "run", "loop.steps=4"))
+    prepare([write_toy_text(tmp_path / "more", documents=61)], tmp_path / "other", workers=1)
+    with pytest.raises(RanksError, match=r"not what it was trained on so far \(the number of documents"):
+        ranks(1, train_toy, toy_overrides(tmp_path / "other", tmp_path, "run", "loop.steps=4"))
+
+
+def test_a_changed_setting_is_said_and_takes_effect(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    """The checkpoint holds the optimizer's settings too: they must not come back from it."""
+    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=4")
+    ranks(1, train_toy, overrides)
+    ranks(1, train_toy, [*overrides, "loop.steps=6", "optim.weight_decay=0.5"])
+    started = [event for event in RunFolder(tmp_path / "run").read_events() if event["event"] == Event.STARTED]
+    assert started[-1]["changed"] == ["loop.steps=6 (was 4)", "optim.weight_decay=0.5 (was 0.1)"]
+    saved = saved_tensors_of_group(RunFolder(tmp_path / "run"), tmp_path)
+    assert saved == {0.5, 0.0}
+
+
+def saved_tensors_of_group(run: RunFolder, tmp_path: Path) -> set[float]:
+    target = tmp_path / "groups.pt"
+    dcp_to_torch_save(run.checkpoints / f"step_{run.published_steps()[-1]}", target)
+    tree = torch.load(target, weights_only=True)
+    return {group["weight_decay"] for group in tree["optimizer"]["param_groups"]}

@@ -1,0 +1,1 @@
+"""Training data: token files, how they are made, and how a run reads them."""
