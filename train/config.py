@@ -4,6 +4,7 @@ The dataclasses carry the defaults; `configs/` carries named choices that fill t
 that a login node can check a configuration in no time.
 """
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -204,6 +205,7 @@ class TrainConfig:
             ("loop.eval_batches", self.loop.eval_batches),
             ("data.prefetch_batches", self.data.prefetch_batches),
             ("optim.lr", self.optim.lr),
+            ("optim.eps", self.optim.eps),
             ("optim.warmup_steps", self.optim.warmup_steps),
             ("optim.weight_decay", self.optim.weight_decay),
             ("checkpoint.every_steps", self.checkpoint.every_steps),
@@ -230,6 +232,11 @@ class TrainConfig:
         _require(
             self.loop.eval_batches == 0 or self.data.validation_fraction > 0,
             "data.validation_fraction=0 holds nothing out: set loop.eval_batches=0 too, or hold some out",
+        )
+        name = self.resilience.stop_signal
+        _require(
+            name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP"),
+            f"resilience.stop_signal={name}: there is no such signal that can be handled, give one like SIGUSR2",
         )
         self.model.validate()
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from contract.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -27,16 +25,11 @@ class StopRequest:
     """The one owner of the stop signals of this process."""
 
     def __init__(self, stop_signal: str) -> None:
-        """Take over `stop_signal`, SIGTERM and SIGINT; raise `ConfigError` for a name that is no signal."""
+        """Take over the signal of this name, SIGTERM and SIGINT."""
         self.received: str | None = None
         self.replaced: list[str] = []
         """Signals that somebody else had a handler for, for a warning."""
-        try:
-            wanted = {signal.Signals[stop_signal], signal.SIGTERM, signal.SIGINT}
-        except KeyError as error:
-            raise ConfigError(
-                f"resilience.stop_signal={stop_signal}: there is no such signal, give a name like SIGUSR2"
-            ) from error
+        wanted = {signal.Signals[stop_signal], signal.SIGTERM, signal.SIGINT}
         for number in sorted(wanted):
             previous = signal.signal(number, self._note)
             if previous not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):

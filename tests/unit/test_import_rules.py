@@ -1,0 +1,70 @@
+"""Who may import whom, and what a login node must not wait for."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("contract", "configs", "slurm", "train", "tools")
+
+# package -> ours that it may import. `tools/cli*.py` brings the parts together and is checked apart.
+ALLOWED = {
+    "contract": {"contract"},
+    "configs": {"configs", "contract"},
+    "slurm": {"slurm", "configs", "contract"},
+    "train": {"train", "configs", "contract"},
+    "tools": {"tools", "configs", "contract"},
+}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module that a file imports, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+@pytest.mark.req("C1")
+@pytest.mark.parametrize("package", OURS)
+def test_packages_import_only_what_they_may(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        if package == "tools" and path.name.startswith("cli"):
+            continue
+        tops = {name.split(".")[0] for name in imports_of(path)}
+        assert tops & set(OURS) <= ALLOWED[package], path
+        if package in ("contract", "configs", "slurm"):
+            assert "torch" not in tops, path
+        if package == "contract":
+            assert tops - {"contract"} <= set(sys.stdlib_module_names), path
+
+
+def test_the_model_knows_nothing_of_the_trainer() -> None:
+    for path in (ROOT / "train/model").glob("*.py"):
+        names = {name for name in imports_of(path) if name.split(".")[0] in OURS}
+        assert all(name.startswith(("train.model", "contract")) for name in names), (path, names)
+        assert not any(name.startswith("torch.distributed") for name in imports_of(path)), path
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import tools.cli, tools.cli_data, tools.cli_lab",
+        "import train.config, train.checkpoint.manifest, train.data.prepare",
+        "import slurm.settings, slurm.submit, slurm.status, slurm.supervise, slurm.lab.cluster",
+        "import sys; sys.argv = ['trierarch', 'train', '--cfg', 'job']\n"
+        "from tools.cli import app\napp(standalone_mode=False)",
+        "import sys; sys.argv = ['trierarch', 'submit', '--dry-run', 'cluster=slurm']\n"
+        "from tools.cli import app\napp(standalone_mode=False)",
+        "import sys; sys.argv = ['trierarch', 'status']\nfrom tools.cli import app\napp(standalone_mode=False)",
+    ],
+)
+def test_a_login_node_does_not_import_torch(statement: str, tmp_path: Path) -> None:
+    check = "import sys; heavy = {'torch', 'transformers', 'tensorboard'} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", f"{statement}\n{check}"], check=True, cwd=tmp_path, timeout=60)

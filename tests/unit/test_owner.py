@@ -1,0 +1,111 @@
+"""One run, one owner: a living one is respected, a dead one is replaced."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from contract.errors import PeerError, UserError
+from contract.run_folder import RunFolder
+from train.resilience import owner as module
+from train.resilience.owner import RunOwner
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from contract.run_folder import RunFolder
+from train.resilience.owner import RunOwner
+RunOwner(RunFolder(Path(sys.argv[1]))).acquire()
+print("mine", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    return folder
+
+
+def hold(run: RunFolder) -> "subprocess.Popen[str]":
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "mine\n"
+    return process
+
+
+def test_a_living_owner_is_respected_and_a_killed_one_replaced(run: RunFolder) -> None:
+    process = hold(run)
+    try:
+        with pytest.raises(UserError, match=rf"already being trained by process {process.pid} on "):
+            RunOwner(run).acquire()
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+    owner = RunOwner(run)
+    owner.acquire()
+    owner.check()
+    owner.release()
+    assert not owner.path.exists()
+
+
+def rewrite(run: RunFolder, **changes: object) -> None:
+    path = run.heartbeat / "owner.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_process_number_in_use_again_is_not_the_owner(run: RunFolder) -> None:
+    RunOwner(run).acquire()
+    rewrite(run, token="other", started="1")
+    RunOwner(run).acquire()
+
+
+def test_a_silent_owner_on_another_host_is_replaced(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WATCH_S", 1.0)
+    first = RunOwner(run)
+    first.acquire()
+    first._done.set()  # it no longer touches the file, as after a power cut
+    rewrite(run, host="elsewhere")
+    second = RunOwner(run)
+    second.acquire()
+    with pytest.raises(PeerError, match="was taken over by process"):
+        first.check()
+    second.check()
+    first.release()
+    assert second.path.exists(), "a process that lost the run must not release it"
+
+
+def test_a_living_owner_on_another_host_is_respected(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen by the file that it touches: its process number means nothing here."""
+    monkeypatch.setattr(module, "TOUCH_EVERY_S", 0.3)
+    first = RunOwner(run)
+    first.acquire()
+    rewrite(run, host="elsewhere", pid=1)
+    with pytest.raises(UserError, match="already being trained by process 1 on elsewhere"):
+        RunOwner(run).acquire()
+    first._done.set()
+
+
+def test_a_restarted_job_takes_over_from_its_former_self(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a network split Slurm restarts a job elsewhere while its old processes still run."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = RunOwner(run)
+    first.acquire()
+    rewrite(run, host="elsewhere")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    started = time.monotonic()
+    RunOwner(run).acquire()
+    assert time.monotonic() - started < module.WATCH_S
+    with pytest.raises(PeerError):
+        first.check()
+    first._done.set()
+
+
+def test_an_owner_that_is_me_is_known_by_its_start(run: RunFolder) -> None:
+    assert module._process_start(os.getpid()) is not None
+    assert module._process_start(2**22 + 1) is None
