@@ -67,7 +67,9 @@ def prepare(
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     _show(prefix)
-    if report.reused:
+    if report.reused == report.shards:
+        print("made of the same sources before: there was nothing to do")
+    elif report.reused:
         print(f"{report.reused} of {report.shards} parts were ready from before")
 
 

@@ -75,7 +75,7 @@ class DataConfig:
     sequence_length: int = 256
     """Tokens a sample."""
     validation_fraction: float = 0.05
-    """Share of the documents, from the end of the file, that is held out for evaluation."""
+    """Share of the tokens, from the end of the file, held out for evaluation; cut at a document boundary."""
     mask_documents: bool = False
     """Keep attention from crossing from one document into the next within a sample."""
     prefetch_batches: int = 2

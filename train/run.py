@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import configs.compose
 from contract.errors import ConfigError, ReportedError, UserError
@@ -108,6 +109,7 @@ class Launch:
             check_owner=self.owner.check,
         )
         self._restore(checkpoints, state)
+        loader = together(control, lambda: self._loader(windows, state, mesh))
         together(control, lambda: self._announce(state))
 
         # From here on the model is called through `forward`; the state keeps the bare one.
@@ -120,16 +122,7 @@ class Launch:
             device=device,
             state=state,
             forward=forward,
-            loader=TrainLoader(
-                windows,
-                seed=config.seed,
-                consumed_samples=state.samples,
-                global_batch_size=config.loop.global_batch_size,
-                micro_batch_size=config.parallel.micro_batch_size,
-                dp_rank=mesh.get_local_rank(),
-                dp_size=mesh.size(),
-                prefetch_batches=config.data.prefetch_batches,
-            ),
+            loader=loader,
             evaluator=Evaluator(config, held_out, device, control, agreement),
             checkpoints=checkpoints,
             agreement=agreement,
@@ -207,6 +200,18 @@ class Launch:
                 "the old data.prefix, or start another run.name"
             )
         checkpoints.load(state, newest)
+
+    def _loader(self, windows: TokenWindows, state: TrainState, mesh: DeviceMesh) -> TrainLoader:
+        return TrainLoader(
+            windows,
+            seed=self._config.seed,
+            consumed_samples=state.samples,
+            global_batch_size=self._config.loop.global_batch_size,
+            micro_batch_size=self._config.parallel.micro_batch_size,
+            dp_rank=mesh.get_local_rank(),
+            dp_size=mesh.size(),
+            prefetch_batches=self._config.data.prefetch_batches,
+        )
 
     def _announce(self, state: TrainState) -> None:
         """Write down what this launch is about to do (rank 0)."""

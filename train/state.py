@@ -67,7 +67,7 @@ def seed_everything(seed: int, rank: int) -> None:
 def _rng_state() -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     assert version == 3 and gauss is None, "random.gauss keeps state that is not saved"
-    name, keys, position, has_gauss, _ = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, _ = np.random.get_state(legacy=True)
     assert name == "MT19937" and not has_gauss
     state = {
         "python": torch.tensor(words, dtype=torch.int64),

@@ -12,8 +12,20 @@ from train.config import load_config
 from train.resilience.stop import StopRequest
 from train.run import run_rank
 
-MODEL = ["model=llama_1m", "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=64"]
-LOOP = ["loop.global_batch_size=8", "loop.log_every_steps=1", "loop.eval_batches=2", "loop.eval_every_steps=0"]
+MODEL = [
+    "model=llama_1m",
+    "model.dim=32",
+    "model.layers=2",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn_dim=64",
+]
+LOOP = [
+    "loop.global_batch_size=8",
+    "loop.log_every_steps=1",
+    "loop.eval_batches=2",
+    "loop.eval_every_steps=0",
+]
 REST = ["data.sequence_length=32", "parallel.micro_batch_size=2", "optim.warmup_steps=5", "optim.lr=1e-2"]
 QUIET = ["monitor.progress=off", "monitor.tensorboard=false"]
 
@@ -30,7 +42,16 @@ def write_toy_text(folder: Path, documents: int = 60) -> Path:
 
 def toy_overrides(prefix: Path, root: Path, name: str, *more: str) -> list[str]:
     """Hydra settings of a toy run on the token files at `prefix`."""
-    return [*MODEL, *LOOP, *REST, *QUIET, f"data.prefix={prefix}", f"run.root={root}", f"run.name={name}", *more]
+    return [
+        *MODEL,
+        *LOOP,
+        *REST,
+        *QUIET,
+        f"data.prefix={prefix}",
+        f"run.root={root}",
+        f"run.name={name}",
+        *more,
+    ]
 
 
 class StopAfter(StopRequest):

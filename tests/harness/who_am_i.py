@@ -24,7 +24,9 @@ def main() -> int:
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
     # One write: lines of several ranks must not mix.
-    line = json.dumps(dataclasses.asdict(joined.world) | {"total": total.item(), "mpi": "mpi4py.MPI" in sys.modules})
+    line = json.dumps(
+        dataclasses.asdict(joined.world) | {"total": total.item(), "mpi": "mpi4py.MPI" in sys.modules}
+    )
     os.write(1, (line + "\n").encode())
     dist.barrier()
     return 0
