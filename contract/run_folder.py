@@ -25,6 +25,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+HAND_STARTED = "local"
+"""The job id of a process that belongs to no job."""
+
 STEP_FOLDER = re.compile(r"^step_(\d+)$")
 
 
@@ -45,12 +48,14 @@ class Event(StrEnum):
 
 
 def job_identity(environ: dict[str, str] | None = None) -> tuple[str, int]:
-    """Return (job id, restart count) of the process: of a Slurm job or array task, else ("local", 0)."""
+    """Return (job id, restart count) of the process: of a Slurm job or array task, of submitit's local job, else
+    ("local", 0) for a process that was started by hand.
+    """
     env = os.environ if environ is None else environ
     restart = int(env.get("SLURM_RESTART_COUNT") or 0)
     if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}", restart
-    return env.get("SLURM_JOB_ID") or "local", restart
+    return env.get("SLURM_JOB_ID") or env.get("SUBMITIT_LOCAL_JOB_ID") or HAND_STARTED, restart
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,11 @@ class RunFolder:
     def heartbeat(self) -> Path:
         """Who is alive."""
         return self.path / "heartbeat"
+
+    @property
+    def owner(self) -> Path:
+        """Which process trains the run now; gone when it has left in an orderly way."""
+        return self.heartbeat / "owner.json"
 
     @property
     def events(self) -> Path:

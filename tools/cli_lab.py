@@ -1,7 +1,7 @@
 """`trierarch lab`: a real multi-node Slurm on this machine, to try things on and to test with."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -24,13 +24,14 @@ def up(
         int, typer.Option(min=0, help="Time that a pre-empted job is given, in seconds.")
     ] = 10,
     mpi: Annotated[str, typer.Option(help="How srun starts MPI programs: none, pmi2 or pmix.")] = "none",
+    auth: Annotated[str, typer.Option(help="munge, or none where nobody else reaches this host.")] = "munge",
     folder: Folder = None,
 ) -> None:
     """Start the lab; `trierarch submit` uses it while it is up."""
     from slurm.lab import cluster
-    from slurm.lab.settings import LabSettings
+    from slurm.lab.settings import Auth, LabSettings
 
-    settings = LabSettings(nodes=nodes, cpus=cpus, gpus=gpus, grace_s=grace_s, mpi=mpi)
+    settings = LabSettings(nodes=nodes, cpus=cpus, gpus=gpus, grace_s=grace_s, mpi=mpi, auth=cast(Auth, auth))
     _show(cluster.up(folder, settings))
 
 

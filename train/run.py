@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import configs.compose
 from contract.errors import ConfigError, ReportedError, UserError
 from contract.exit_codes import ExitCode
-from contract.run_folder import Event
+from contract.run_folder import HAND_STARTED, Event, job_identity
 from train import bootstrap
 from train.checkpoint.manifest import Manifest
 from train.checkpoint.store import CheckpointStore
@@ -82,6 +82,7 @@ class Launch:
         self._world = world
         self._device = device
         self._leader = world.rank == 0
+        self._claimed = False
         self._announced = False
 
     def set_up(self) -> Parts:
@@ -89,6 +90,7 @@ class Launch:
         config, device, world = self._config, self._device, self._world
         control, saving = (_cpu_group(config.resilience.collective_timeout_s) for _ in range(2))
         together(control, self._claim)
+        self._claimed = True
         together(control, self._check_shared)
         windows, held_out = together(control, self._open_data)
 
@@ -134,14 +136,19 @@ class Launch:
         )
 
     def record_failure(self, error: Exception) -> None:
-        """Leave word of a failure in the run folder, if this launch had begun to train."""
-        if not self._announced or isinstance(error, ReportedError):
+        """Leave word of a failure in the run folder.
+
+        A launch by hand that was refused leaves the run as it was; a job's supervisor wants the reason.
+        """
+        in_job = job_identity()[0] != HAND_STARTED
+        if not self._claimed or not (self._announced or in_job) or isinstance(error, ReportedError):
             return
+        code = error.exit_code if isinstance(error, UserError) else None
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         folder = self._config.run_folder
         # The failure itself is raised on; that it could not be noted down as well must not hide it.
         with suppress(OSError):
-            folder.append_event(Event.FAILED, rank=self._world.rank, reason=reason)
+            folder.append_event(Event.FAILED, rank=self._world.rank, reason=reason, code=code)
 
     def _claim(self) -> None:
         """Take the run folder for this launch (rank 0)."""
@@ -165,7 +172,7 @@ class Launch:
     def _check_shared(self) -> None:
         """Make sure that this rank sees what rank 0 has written: shards on separate disks are no checkpoint."""
         deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
-        while not self.owner.path.exists():
+        while not self._config.run_folder.owner.exists():
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{self._config.run_folder.path} is not the folder that rank 0 writes to: put run.root on storage "

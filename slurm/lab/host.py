@@ -18,19 +18,18 @@ _SYSTEM_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/sbin")  # daemons' place; o
 _NAMESPACES = ("--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
-def missing_commands(auth: Auth = "none") -> list[str]:
+def missing_commands(auth: Auth = "munge") -> list[str]:
     """The commands that a lab needs and this host lacks."""
     wanted = COMMANDS + (("munged",) if auth == "munge" else ())
     return [name for name in wanted if shutil.which(name, path=search_path()) is None]
 
 
-def require_commands(auth: Auth = "none") -> None:
+def require_commands(auth: Auth = "munge") -> None:
     """Raise UserError if this host lacks a command that a lab needs."""
     if missing := missing_commands(auth):
-        package = "munge" if missing == ["munged"] else "slurm-wlm"
         raise UserError(
             f"The lab needs programs that this host lacks ({', '.join(missing)}): on Debian or Ubuntu run "
-            f"`apt-get install {package}`, elsewhere see https://slurm.schedmd.com/download.html."
+            f"`apt-get install slurm-wlm munge`, elsewhere see https://slurm.schedmd.com/download.html."
         )
 
 

@@ -20,8 +20,8 @@ class LabSettings:
     kill_wait_s: from SIGTERM to SIGKILL.
     slurmd_timeout_s: silence after which the controller calls a node down.
     mpi: Slurm's MpiDefault, for example `none`, `pmi2` or `pmix`.
-    auth: with `none` any process of this host can pose as any user of the lab, the one who started it
-        included: use `munge` on a host that is shared with people you don't trust.
+    auth: with `none` anyone who can connect to the nodes' ports can run anything as the one who started the
+        lab: only for a host that nobody else reaches.
     extra: more lines for slurm.conf.
     """
 
@@ -33,7 +33,7 @@ class LabSettings:
     kill_wait_s: int = 5
     slurmd_timeout_s: int = 10
     mpi: str = "none"
-    auth: Auth = "none"
+    auth: Auth = "munge"
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -21,7 +21,9 @@ def launch(
     command: list[str], timeout_s: float = 90, **variables: str
 ) -> tuple[list[dict[str, Any]], "subprocess.CompletedProcess[str]"]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"]), done
 

@@ -81,9 +81,13 @@ def test_an_evaluation_does_not_depend_on_the_ranks(ranks: Ranks, tokens: Path, 
     results = []
     for size in (1, 2, 4):
         # 5 batches of 8 samples: more than the held-out windows, so that the ranks get unequal shares.
-        overrides = toy_overrides(tokens, tmp_path, f"on{size}", "loop.steps=1", "loop.eval_batches=5", "precision=fp32")
+        overrides = toy_overrides(
+            tokens, tmp_path, f"on{size}", "loop.steps=1", "loop.eval_batches=5", "precision=fp32"
+        )
         ranks(size, train_toy, overrides)
-        (line,) = [line for line in read_json_lines(RunFolder(tmp_path / f"on{size}").metrics) if "eval_loss" in line]
+        (line,) = [
+            line for line in read_json_lines(RunFolder(tmp_path / f"on{size}").metrics) if "eval_loss" in line
+        ]
         results.append(line)
     windows = TokenWindows.open(load_config(overrides).data, "validation")
     assert windows.count % 4 != 0

@@ -42,7 +42,11 @@ def saved_tensors(run: RunFolder, tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(run: RunFolder) -> dict[int, tuple[float, float]]:
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics) if "loss" in line}
+    return {
+        line["step"]: (line["loss"], line["grad_norm"])
+        for line in read_json_lines(run.metrics)
+        if "loss" in line
+    }
 
 
 def assert_same_run(one: RunFolder, other: RunFolder, tmp_path: Path) -> None:
@@ -165,7 +169,9 @@ def test_a_changed_setting_is_said_and_takes_effect(ranks: Ranks, tokens: Path, 
     overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=4")
     ranks(1, train_toy, overrides)
     ranks(1, train_toy, [*overrides, "loop.steps=6", "optim.weight_decay=0.5"])
-    started = [event for event in RunFolder(tmp_path / "run").read_events() if event["event"] == Event.STARTED]
+    started = [
+        event for event in RunFolder(tmp_path / "run").read_events() if event["event"] == Event.STARTED
+    ]
     assert started[-1]["changed"] == ["loop.steps=6 (was 4)", "optim.weight_decay=0.5 (was 0.1)"]
     saved = saved_tensors_of_group(RunFolder(tmp_path / "run"), tmp_path)
     assert saved == {0.5, 0.0}

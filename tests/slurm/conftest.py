@@ -92,7 +92,7 @@ def slurm_packages() -> None:
     missing = missing_commands()
     if not missing:
         return
-    sentence = f"these tests need {', '.join(missing)}: on Debian or Ubuntu `apt-get install slurm-wlm`"
+    sentence = f"these tests need {', '.join(missing)}: on Debian or Ubuntu `apt-get install slurm-wlm munge`"
     if os.environ.get("TRIERARCH_REQUIRE_SLURM") == "1":
         pytest.fail(sentence)
     pytest.skip(sentence)

@@ -19,7 +19,7 @@ from contract.errors import ConfigError, UserError
 from slurm.lab import Lab, LabSettings, down, processes, status, up
 from slurm.lab.files import cgroup_prefix
 from slurm.lab.folder import locked
-from slurm.lab.host import FREEZER, search_path
+from slurm.lab.host import FREEZER
 
 
 @pytest.fixture
@@ -175,7 +175,6 @@ def test_two_commands_at_once_share_one_lab(short_folder):
     assert len(daemons) == 1
 
 
-@pytest.mark.skipif(shutil.which("munged", path=search_path()) is None, reason="apt-get install munge")
 def test_munge_keeps_the_lab_to_who_has_its_key(short_folder):
     up(short_folder, LabSettings(nodes=1, auth="munge"))
     lab = Lab(short_folder)

@@ -39,7 +39,9 @@ def test_conda_installs_this_checkout_with_the_same_constraints() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "--constraint constraints.txt --editable '.[dev]'" in makefile
     assert pip == ["--constraint constraints.txt", "--editable .[dev]"]
-    packages = {re.split(r"[<>=]", entry)[0] for entry in environment["dependencies"] if isinstance(entry, str)}
+    packages = {
+        re.split(r"[<>=]", entry)[0] for entry in environment["dependencies"] if isinstance(entry, str)
+    }
     assert packages == {"python", "pip", "make", "git"}, "what Python needs comes from pyproject.toml"
 
 

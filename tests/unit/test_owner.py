@@ -51,11 +51,11 @@ def test_a_living_owner_is_respected_and_a_killed_one_replaced(run: RunFolder) -
     owner.acquire()
     owner.check()
     owner.release()
-    assert not owner.path.exists()
+    assert not run.owner.exists()
 
 
 def rewrite(run: RunFolder, **changes: object) -> None:
-    path = run.heartbeat / "owner.json"
+    path = run.owner
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -77,7 +77,7 @@ def test_a_silent_owner_on_another_host_is_replaced(run: RunFolder, monkeypatch:
         first.check()
     second.check()
     first.release()
-    assert second.path.exists(), "a process that lost the run must not release it"
+    assert run.owner.exists(), "a process that lost the run must not release it"
 
 
 def test_a_living_owner_on_another_host_is_respected(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,9 @@ def test_a_living_owner_on_another_host_is_respected(run: RunFolder, monkeypatch
     first._done.set()
 
 
-def test_a_restarted_job_takes_over_from_its_former_self(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_job_takes_over_from_its_former_self(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a network split Slurm restarts a job elsewhere while its old processes still run."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     first = RunOwner(run)

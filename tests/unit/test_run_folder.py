@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from contract.run_folder import Event, RunFolder, append_json_line, job_identity, last_json_line, read_json_lines
+from contract.run_folder import (
+    Event,
+    RunFolder,
+    append_json_line,
+    job_identity,
+    last_json_line,
+    read_json_lines,
+)
 
 
 def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     threads = [
-        threading.Thread(target=lambda w=writer: [append_json_line(path, {"w": w, "n": n}) for n in range(200)])
+        threading.Thread(
+            target=lambda w=writer: [append_json_line(path, {"w": w, "n": n}) for n in range(200)]
+        )
         for writer in range(4)
     ]
     for thread in threads:
@@ -66,6 +75,8 @@ def test_markers_exclude_each_other(tmp_path: Path) -> None:
     ("environ", "identity"),
     [
         ({}, ("local", 0)),
+        ({"SUBMITIT_LOCAL_JOB_ID": "99"}, ("99", 0)),
+        ({"SLURM_JOB_ID": "7", "SUBMITIT_LOCAL_JOB_ID": "99"}, ("7", 0)),
         ({"SLURM_JOB_ID": "7"}, ("7", 0)),
         ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, ("7", 2)),
         ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, ("7_3", 0)),

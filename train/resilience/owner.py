@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import PeerError, UserError
-from contract.run_folder import RunFolder, job_identity
+from contract.run_folder import HAND_STARTED, RunFolder, job_identity
 
 TOUCH_EVERY_S = 2.0
 WATCH_S = 10.0
@@ -27,8 +27,7 @@ class RunOwner:
     """Ownership of a run, held by rank 0 from `acquire` to `release`."""
 
     def __init__(self, run: RunFolder) -> None:
-        self.path = run.heartbeat / "owner.json"
-        """The file that says who owns the run."""
+        self._path = run.owner
         self._run = run
         job, restart = job_identity()
         pid = os.getpid()
@@ -47,15 +46,15 @@ class RunOwner:
         current = self._read()
         if current is not None and self._is_alive(current):
             who = f"process {current['pid']} on {current['host']}"
-            if current["job"] != "local":
+            if current["job"] != HAND_STARTED:
                 who = f"job {current['job']} ({who})"
             raise UserError(
                 f"run {self._run.name} is already being trained by {who}: wait for it, stop it, or give this one "
                 "another run.name"
             )
-        temporary = self.path.with_suffix(f".{self._me['token']}")
+        temporary = self._path.with_suffix(f".{self._me['token']}")
         temporary.write_text(json.dumps(self._me))
-        temporary.replace(self.path)
+        temporary.replace(self._path)
         # Two launches may have found the run free at once: the last to write has it.
         time.sleep(0.1)
         self.check()
@@ -73,30 +72,30 @@ class RunOwner:
         self._done.set()
         current = self._read()
         if current is not None and current["token"] == self._me["token"]:
-            self.path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
     def _is_alive(self, other: dict[str, Any]) -> bool:
-        if other["job"] == self._me["job"] != "local" and other["restart"] < self._me["restart"]:
+        if other["job"] == self._me["job"] != HAND_STARTED and other["restart"] < self._me["restart"]:
             return False
         if other["host"] == self._me["host"]:
             return bool(_process_start(other["pid"]) == other["started"])
         # Clocks of two hosts differ; a file that changes while we look does not lie.
-        before = _modified(self.path)
+        before = _modified(self._path)
         deadline = time.monotonic() + WATCH_S
         while time.monotonic() < deadline:
             time.sleep(0.2)
-            if _modified(self.path) != before:
+            if _modified(self._path) != before:
                 return True
         return False
 
     def _touch(self) -> None:
         while not self._done.wait(TOUCH_EVERY_S):
             with suppress(OSError):
-                os.utime(self.path)
+                os.utime(self._path)
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            value = json.loads(self.path.read_text())
+            value = json.loads(self._path.read_text())
         except (OSError, json.JSONDecodeError):
             return None
         return value if isinstance(value, dict) else None

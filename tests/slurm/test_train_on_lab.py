@@ -1,0 +1,220 @@
+"""The trainer under a real Slurm: submitted, pre-empted, requeued, resumed, spread over nodes by mpirun."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from harness import who_am_i
+from harness.command import COMMAND, wait_for_event, wait_until
+from harness.toy import LOOP, MODEL, REST, write_toy_text
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from contract.exit_codes import ExitCode
+from contract.run_folder import Event, RunFolder, last_json_line, read_json_lines
+from slurm.status import RunState, RunStatus, status
+from train.data.prepare import prepare
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import SlurmLab
+
+STEPS = 600
+JOB = ["cluster=lab", "job.nodes=2", "job.ranks_per_node=2", "job.time_limit=00:05:00"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
+    return folder / "toy"
+
+
+class Runs:
+    """Submits toy runs as a user does, all into one folder."""
+
+    def __init__(self, lab: "SlurmLab", root: Path, tokens: Path) -> None:
+        self.lab, self.root, self.tokens = lab, root, tokens
+
+    def submit(self, name: str, *more: str) -> "subprocess.CompletedProcess[str]":
+        toy = [
+            *MODEL,
+            *LOOP,
+            *REST,
+            f"data.prefix={self.tokens}",
+            f"run.root={self.root}",
+            f"run.name={name}",
+        ]
+        return subprocess.run(
+            [*COMMAND, "submit", *toy, f"loop.steps={STEPS}", *JOB, *more],
+            env=self.lab.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self.root / name)
+
+    def job(self, name: str) -> str:
+        submitted = [line for line in self.folder(name).read_events() if line["event"] == Event.SUBMITTED]
+        return str(submitted[-1]["job_id"])
+
+    def state(self, name: str) -> RunStatus:
+        (one,) = status(self.root / name)
+        return one
+
+    def wait_for(self, name: str, state: RunState, timeout_s: float = 90) -> RunStatus:
+        wait_until(
+            f"{name} to be {state} (it is {self.state(name)}; {self.logs(name)})",
+            lambda: self.state(name).state == state,
+            timeout_s,
+        )
+        return self.state(name)
+
+    def logs(self, name: str) -> str:
+        return "\n".join(
+            f"== {path.name}\n{path.read_text()}" for path in self.folder(name).logs.glob("*.log")
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(lab: "SlurmLab", tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Runs:
+    return Runs(lab, tmp_path_factory.mktemp("runs"), tokens)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> RunFolder:
+    """A run on 2 nodes x 2 ranks that nothing happens to; what `status` says of it on its way is checked too."""
+    assert runs.lab.run("squeue", "--noheader") == ""
+    done = runs.submit("undisturbed")
+    assert done.returncode == 0, done.stderr
+    assert f"job {runs.job('undisturbed')} on lab" in done.stdout
+    assert runs.state("undisturbed").state in (RunState.queued, RunState.running)
+    wait_for_event(runs.root / "undisturbed", Event.STARTED)
+    seen = runs.state("undisturbed")
+    assert (seen.state, seen.steps) == (RunState.running, STEPS)
+    runs.wait_for("undisturbed", RunState.finished)
+    return runs.folder("undisturbed")
+
+
+@pytest.mark.req("C3", "C4", "C11")
+def test_a_job_on_two_nodes_trains_and_finishes(runs: Runs, undisturbed: RunFolder) -> None:
+    assert undisturbed.finished.exists()
+    started = next(line for line in undisturbed.read_events() if line["event"] == Event.STARTED)
+    assert (started["world_size"], started["launcher"]) == (4, "slurm")
+    job = runs.job("undisturbed")
+    assert started["job"] == job
+    assert runs.lab.job(job)["JobState"] == "COMPLETED"
+    assert {path.name for path in undisturbed.logs.glob("*.log")} == {
+        f"{job}.batch.log",
+        *(f"{job}.r0.{rank}.log" for rank in range(4)),
+    }
+    assert (undisturbed.code / "train/loop.py").exists()
+    assert runs.state("undisturbed").checkpoint_step == STEPS
+
+
+def weights(run: RunFolder, folder: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(run.checkpoints / f"step_{STEPS}", folder / "weights.pt")
+    model: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)["model"]
+    return model
+
+
+@pytest.mark.req("C13", "A22")
+def test_a_preempted_job_comes_back_and_ends_with_the_same_weights(
+    runs: Runs, undisturbed: RunFolder, tmp_path: Path
+) -> None:
+    assert runs.submit("preempted").returncode == 0
+    run, job = runs.folder("preempted"), runs.job("preempted")
+    wait_until("a few steps", lambda: (last_json_line(run.metrics) or {}).get("step", 0) >= 5)
+
+    again = runs.submit("preempted")
+    assert again.returncode == ExitCode.CONFIG
+    assert again.stderr == (
+        f"trierarch: run preempted has job {job} already (running): end it with `scancel {job}`, or give this one "
+        "another run.name\n"
+    )
+
+    high = runs.lab.submit("sleep 2", "--partition=high", "--nodes=4", "--exclusive", folder=tmp_path)
+    stopped = wait_for_event(run.path, Event.STOPPED)
+    assert 5 <= int(str(stopped["step"])) < STEPS
+    runs.wait_for("preempted", RunState.requeued)
+    runs.lab.wait_for_state(high, {"COMPLETED"})
+    runs.wait_for("preempted", RunState.finished)
+
+    events = [line["event"] for line in run.read_events()]
+    first = ["submitted", "started", "stop_requested", "saved", "stopped", "requeued"]
+    assert events == [*first, "started", "resumed", "saved", "finished"]
+    assert runs.job("preempted") == job
+    assert (run.logs / f"{job}.r1.0.log").exists()
+    steps = [line["step"] for line in read_json_lines(run.metrics) if "loss" in line]
+    assert steps == list(range(1, STEPS + 1))
+    reference, resumed = weights(undisturbed, tmp_path), weights(run, tmp_path)
+    assert reference.keys() == resumed.keys()
+    for name, tensor in reference.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
+def test_a_wrong_setting_ends_the_job_and_is_never_requeued(runs: Runs) -> None:
+    """Wrong in a way that only the ranks can see: the batch does not divide over four of them."""
+    assert runs.submit("wrong", "loop.global_batch_size=4").returncode == 0
+    failed = runs.wait_for("wrong", RunState.failed)
+    assert "does not divide over 4 data-parallel ranks" in failed.reason
+    runs.lab.wait_for_state(runs.job("wrong"), {"FAILED"})
+    assert runs.lab.job(runs.job("wrong"))["ExitCode"] == f"{int(ExitCode.CONFIG)}:0"
+    assert runs.lab.job(runs.job("wrong"))["Restarts"] == "0"
+
+
+def test_a_run_whose_job_was_cancelled_before_it_began_is_not_running_for_ever(runs: Runs) -> None:
+    blocker = runs.lab.submit("sleep 60", "--partition=high", "--nodes=4", "--exclusive", folder=runs.root)
+    runs.lab.wait_for_state(blocker, {"RUNNING"})
+    assert runs.submit("cancelled").returncode == 0
+    assert runs.wait_for("cancelled", RunState.queued).reason != ""
+    runs.lab.run("scancel", runs.job("cancelled"))
+    runs.wait_for("cancelled", RunState.stopped)
+
+
+@pytest.mark.req("C4", "D3")
+def test_mpirun_spans_the_nodes_of_an_allocation(lab: "SlurmLab", tmp_path: Path) -> None:
+    mpirun = str(Path(sys.executable).with_name("mpirun"))
+    command = [mpirun, "--allow-run-as-root", "-H", "n1:2,n2:2", "-n", "4", sys.executable, who_am_i.__file__]
+    script = f"export OMP_NUM_THREADS=1\n{shlex.join(command)}"
+    job = lab.submit(script, "--nodes=2", "--nodelist=n[1-2]", "--ntasks-per-node=2", folder=tmp_path)
+    lab.wait_for_state(job, {"COMPLETED", "FAILED"}, timeout_s=60)
+    output = (tmp_path / f"{job}.out").read_text()
+    lines = sorted(
+        (json.loads(line) for line in output.splitlines() if line.startswith("{")),
+        key=lambda line: line["rank"],
+    )
+    assert [line["rank"] for line in lines] == [0, 1, 2, 3], output
+    assert [line["node_rank"] for line in lines] == [0, 0, 1, 1]
+    assert [line["local_rank"] for line in lines] == [0, 1, 0, 1]
+    for line in lines:
+        assert (line["launcher"], line["nodes"], line["local_size"], line["total"]) == ("mpi", 2, 2, 6.0)
+        assert line["master"].startswith("n1:")
+
+
+@pytest.mark.req("C4")
+@pytest.mark.parametrize("distribution", ["block", "arbitrary"])
+def test_srun_starts_ranks_that_find_each_other(lab: "SlurmLab", tmp_path: Path, distribution: str) -> None:
+    """With an arbitrary order rank 0 is not on the first node; two steps at once do not meet each other."""
+    step = f"srun --overlap {shlex.join([sys.executable, who_am_i.__file__])}"
+    script = f"export OMP_NUM_THREADS=1\n{step} & {step} & wait"
+    if distribution == "arbitrary":
+        (tmp_path / "hosts").write_text("n3\nn3\nn2\nn2\n")
+        script = f"export SLURM_HOSTFILE={tmp_path}/hosts\n" + script.replace("srun", "srun -m arbitrary")
+    job = lab.submit(script, "--nodes=2", "--nodelist=n[2-3]", "--ntasks-per-node=2", folder=tmp_path)
+    lab.wait_for_state(job, {"COMPLETED", "FAILED"}, timeout_s=90)
+    output = (tmp_path / f"{job}.out").read_text()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert sorted(line["rank"] for line in lines) == [0, 0, 1, 1, 2, 2, 3, 3], output
+    assert {line["launcher"] for line in lines} == {"slurm"}
+    assert {line["total"] for line in lines} == {6.0}
+    masters = {line["master"] for line in lines}
+    assert len(masters) == 2
+    first = "n3" if distribution == "arbitrary" else "n2"
+    assert {master.split(":")[0] for master in masters} == {first}

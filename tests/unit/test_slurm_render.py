@@ -1,0 +1,282 @@
+"""The batch script, the profiles and the submit configuration."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import configs.compose
+from contract.errors import ConfigError
+from contract.run_folder import RunFolder
+from slurm.client import clean_environment
+from slurm.profile import GpuDirective, Profile, Scheduler, detect, scheduler_environment
+from slurm.render import render
+from slurm.settings import JobConfig, SubmitConfig, load_submit, parse_time_limit
+from slurm.submit import check_stop_signal
+
+PROFILES = configs.compose.choices("cluster")
+# An sbatch in PATH that nobody calls: these tests look at text.
+BARE = {"PATH": "/nonexistent"}
+
+
+def directives(script: str) -> dict[str, str]:
+    """The #SBATCH options as a shell reads them; sbatch's own quoting rules agree where a lab test shows it."""
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    pairs = (shlex.split(line)[0].partition("=") for line in lines)
+    return {key.removeprefix("--"): value for key, _, value in pairs}
+
+
+def final_command(script: str) -> list[str]:
+    return shlex.split(script[script.index("\nexec ") :].replace("\\\n", " "))[1:]
+
+
+def settings_of(name: str, **job: object) -> SubmitConfig:
+    settings = configs.compose.compose("submit", SubmitConfig, [f"cluster={name}"])
+    settings.job = JobConfig(**{"account": "project", **job})  # type: ignore[arg-type]
+    if settings.cluster.scheduler is Scheduler.local:
+        settings.job.account = None
+    return settings
+
+
+@pytest.mark.req("C3", "C11")
+@pytest.mark.parametrize("name", PROFILES)
+def test_script_of_every_profile_is_sound_shell(name: str, tmp_path: Path) -> None:
+    settings = settings_of(name)
+    settings.validate(BARE)
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(RunFolder(tmp_path / "run"), settings, settings.account(BARE)))
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--shell=bash", str(script)], check=True, timeout=30)
+
+
+@pytest.mark.req("C3")
+def test_a100_site_asks_for_its_gpus_cores_and_network(tmp_path: Path) -> None:
+    settings = settings_of(
+        "juwels_booster", nodes=16, account="hai_x", time_limit="02:00:00", exclude="jwb[3-4]"
+    )
+    script = render(RunFolder(tmp_path / "big"), settings, settings.account(BARE))
+    options = directives(script)
+    expected = {
+        "job-name": "big",
+        "account": "hai_x",
+        "partition": "booster",
+        "nodes": "16",
+        "ntasks-per-node": "4",
+        "cpus-per-task": "12",
+        "gres": "gpu:4",
+        "time": "02:00:00",
+        "exclude": "jwb[3-4]",
+        "signal": "USR2@120",
+        "open-mode": "append",
+        "exclusive": "",
+        "requeue": "",
+    }
+    assert expected.items() <= options.items()
+    for line in (
+        "OMP_NUM_THREADS=12",
+        "SRUN_CPUS_PER_TASK=12",
+        "NCCL_SOCKET_IFNAME=ib0",
+        "GLOO_SOCKET_IFNAME=ib0",
+        "TRIERARCH_MASTER_SUFFIX=i",
+    ):
+        assert f"export {line}\n" in script
+    command = final_command(script)
+    srun = command[command.index("srun") :]
+    assert {"--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none"} <= set(srun)
+    assert "--requeue=slurm" in command[: command.index("srun")]
+
+
+def test_gpu_directives(tmp_path: Path) -> None:
+    def gpu_options(cluster: Profile) -> dict[str, str]:
+        script = render(RunFolder(tmp_path), SubmitConfig(cluster, JobConfig(ranks_per_node=2)))
+        return {key: value for key, value in directives(script).items() if key.startswith("g")}
+
+    assert gpu_options(Profile(gpus_per_node=4)) == {}
+    assert gpu_options(Profile(gpus_per_node=4, gpu_directive=GpuDirective.gres, gpu_type="a100")) == {
+        "gres": "gpu:a100:2"
+    }
+    assert gpu_options(Profile(gpus_per_node=4, gpu_directive=GpuDirective.gpus_per_node)) == {
+        "gpus-per-node": "2"
+    }
+
+
+def test_script_follows_the_profile_and_the_job(tmp_path: Path) -> None:
+    cluster = Profile(
+        requeue=False,
+        modules=["CUDA/12 x"],
+        setup=["ulimit -n 4096"],
+        env={"NCCL_IB_HCA": "mlx5_0,mlx5_1", "ODD": "it's $HOME"},
+        unset=["LD_PRELOAD"],
+        sbatch_lines=["--licenses=scratch"],
+        memory="480G",
+        python="/opt/py/bin/python",
+    )
+    script = render(RunFolder(tmp_path), SubmitConfig(cluster, JobConfig()))
+    assert {"no-requeue": "", "licenses": "scratch", "mem": "480G"}.items() <= directives(script).items()
+    body = script[script.index("set -euo") : script.index("\ncd ")] + '\nprintf %s "$ODD"\n'
+    body = body.replace("module load", "printf '%s|'")
+    said = subprocess.run(["bash", "-c", body], capture_output=True, text=True, check=True, timeout=10).stdout
+    assert said == "CUDA/12 x|it's $HOME"
+    assert "unset LD_PRELOAD\n" in script and "ulimit -n 4096\n" in script
+    command = final_command(script)
+    assert command[0] == "/opt/py/bin/python" and "--requeue=successor" in command
+    never = final_command(render(RunFolder(tmp_path), SubmitConfig(Profile(), JobConfig(requeue=False))))
+    assert not any(word.startswith("--requeue") for word in never)
+
+
+def test_enclosing_job_does_not_leak_into_the_ranks(tmp_path: Path) -> None:
+    script = render(RunFolder(tmp_path), SubmitConfig(Profile(), JobConfig()))
+    body = script[script.index("set -euo") : script.index("\ncd ")]
+    leaks = {"SLURM_CPU_BIND_TYPE": "mask", "SLURM_MEM_PER_NODE": "1", "RANK": "3", "MASTER_ADDR": "x"}
+    keep = {"SLURM_CONF": "/etc/conf", "SLURM_JOB_ID": "7"}
+    seen = subprocess.run(
+        ["bash", "-c", body + "\nenv"],
+        env=leaks | keep,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+    ).stdout
+    assert not any(f"{name}=" in seen for name in leaks)
+    assert all(f"{name}={value}" in seen for name, value in keep.items())
+
+
+_PRINTABLE = st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="/{").filter(
+    str.isprintable
+)
+_NAMES = st.text(_PRINTABLE, min_size=1)
+
+
+@given(name=_NAMES)
+def test_any_path_survives_quoting(name: str) -> None:
+    run = RunFolder(Path("/base") / name)
+    script = render(run, SubmitConfig(Profile(), JobConfig()))
+    command = final_command(script)
+    assert command[command.index("slurm.supervise") + 1] == str(run.path.absolute())
+    assert command[-1] == str(run.config.absolute())
+    escaped = str(run.logs.absolute()).replace("%", "%%")
+    assert f"--output={escaped}/{{job}}.r{{attempt}}.%t.log" in command
+    assert directives(script)["output"] == f"{escaped}/%j.batch.log"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x85b", "a{attempt}"])
+def test_path_that_no_script_can_carry_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="another name"):
+        render(RunFolder(Path("/base") / name), SubmitConfig(Profile(), JobConfig()))
+
+
+def test_local_script_starts_the_ranks_by_mpi_and_asks_slurm_for_nothing(tmp_path: Path) -> None:
+    settings = settings_of("local", ranks_per_node=2)
+    script = render(RunFolder(tmp_path), settings)
+    command = final_command(script)
+    assert "#SBATCH" not in script and "srun" not in command
+    assert re.search(r"mpirun$", command[command.index("--") + 1])
+    one = final_command(render(RunFolder(tmp_path), settings_of("local", ranks_per_node=1)))
+    assert one[one.index("--") + 2 :] == ["-u", "-m", "train", "--config", str(tmp_path / "config.yaml")]
+
+
+@given(st.integers(0, 30), st.integers(0, 99), st.integers(0, 59), st.integers(0, 59))
+def test_time_limits_are_read_as_slurm_reads_them(days: int, hours: int, minutes: int, seconds: int) -> None:
+    total = days * 86400 + hours * 3600 + minutes * 60 + seconds
+    text = f"{days}-{hours:02}:{minutes:02}:{seconds:02}"
+    if total == 0:
+        with pytest.raises(ConfigError):
+            parse_time_limit("job.time_limit", text)
+    else:
+        assert parse_time_limit("job.time_limit", text) == total
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["job.time_limit=90"], r"job.time_limit=90: write a time limit as HH:MM:SS"),
+        (["job.time_limit=10:99:00"], r"job.time_limit=10:99:00"),
+        (["job.time_limit=00:00:30"], r"stop_lead_s=30"),
+        (["job.nodes=0"], r"job.nodes=0: must be above 0"),
+        (["job.max_restarts=-1"], r"job.max_restarts=-1"),
+        (["job.cpus_per_rank=2"], r"more than the 2 cores of a node of lab"),
+        (["job.nods=2"], r"did you mean job.nodes"),
+        (["cluster=labb"], r"did you mean lab\?"),
+        (["cluster=juwels_booster"], r"juwels_booster needs an account: give job.account=YOUR_PROJECT"),
+        (["cluster=juwels_booster", "job.account=x", "job.ranks_per_node=8"], r"has 4 GPUs a node"),
+        (["cluster=local", "job.nodes=2"], r"there is one node"),
+        (["cluster=local", "job.partition=low"], r"no Slurm here"),
+        (["cluster=slurm"], r"there is no sbatch in PATH"),
+    ],
+)
+def test_bad_settings_are_one_sentence(overrides: list[str], sentence: str) -> None:
+    chosen = (
+        overrides if any(one.startswith("cluster=") for one in overrides) else ["cluster=lab", *overrides]
+    )
+    with pytest.raises(ConfigError, match=sentence) as error:
+        load_submit(chosen, BARE)
+    assert "\n" not in str(error.value)
+
+
+def test_time_limit_on_the_command_line_stays_a_time(tmp_path: Path) -> None:
+    settings = load_submit(["cluster=local", "job.time_limit=12:30:00"], BARE)
+    assert settings.time_limit == "12:30:00"
+
+
+def test_account_from_the_users_shell_is_used_where_nothing_else_names_one() -> None:
+    shell = {"SBATCH_ACCOUNT": "from_shell", "PATH": "/nonexistent"}
+    settings = configs.compose.compose("submit", SubmitConfig, ["cluster=juwels_booster"])
+    settings.validate(shell)
+    assert settings.account(shell) == "from_shell"
+    settings.job.account = "named"
+    assert settings.account(shell) == "named"
+
+
+def test_stop_signal_that_the_training_does_not_listen_to_is_refused() -> None:
+    check_stop_signal("resilience:\n  stop_signal: SIGUSR2\n", "SIGUSR2")
+    with pytest.raises(ConfigError, match=r"SIGHUP differs from cluster\.stop_signal=SIGUSR2"):
+        check_stop_signal("resilience:\n  stop_signal: SIGHUP\n", "SIGUSR2")
+
+
+def fake_command(folder: Path, name: str, body: str) -> dict[str, str]:
+    """Stands in for one of Slurm's commands; the lab tests call the real ones."""
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_detect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm.profile._default_lab", lambda: None)
+    assert detect("laptop", BARE) == "local"
+    assert detect("jwlogin24.juwels", BARE) == "juwels_booster"
+    assert detect("laptop", BARE | {"TRIERARCH_LAB": "/somewhere"}) == "lab"
+
+    (tmp_path / "slurm.conf").write_text("# a comment\nClusterName=lab7\n")
+    assert detect("jwlogin24.juwels", BARE | {"SLURM_CONF": str(tmp_path / "slurm.conf")}) == "lab"
+    (tmp_path / "slurm.conf").write_text("ClusterName=summit\n")
+    assert detect("laptop", BARE | {"SLURM_CONF": str(tmp_path / "slurm.conf")}) == "local"
+
+    fake_command(tmp_path, "sbatch", "exit 0")
+    answers = fake_command(tmp_path, "scontrol", 'echo "ClusterName             = summit"')
+    assert detect("laptop", answers) == "slurm"
+    # sbatch is installed, but no controller answers.
+    assert (
+        detect("laptop", fake_command(tmp_path, "scontrol", "echo ClusterName = cached; exit 1")) == "local"
+    )
+
+    monkeypatch.setattr("slurm.profile._default_lab", lambda: {"SLURM_CONF": "/lab/slurm.conf"})
+    assert detect("laptop", BARE) == "lab"
+    assert scheduler_environment("lab", {}) == {"SLURM_CONF": "/lab/slurm.conf"}
+    assert scheduler_environment("lab", {"SLURM_CONF": "/mine"}) == {"SLURM_CONF": "/mine"}
+    assert scheduler_environment("local", {}) == {}
+
+
+def test_clean_environment_keeps_which_slurm_and_drops_which_job() -> None:
+    kept = {"SLURM_CONF": "c", "SLURM_CLUSTERS": "a", "PATH": "p", "HOME": "h", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    dropped = dict.fromkeys(
+        ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SBATCH_ACCOUNT", "SRUN_CPUS_PER_TASK", "PMIX_RANK", "RANK"),
+        "x",
+    )
+    assert clean_environment(kept | dropped) == kept

@@ -1,0 +1,198 @@
+"""`status` from markers, events and a stand-in for squeue; tests/slurm has it with a real one."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from contract.run_folder import Event, RunFolder, append_json_line
+from slurm.status import RunState, RunStatus, find_runs, render, status
+
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+SILENT = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "one")
+    folder.create()
+    folder.config.write_text("seed: 1\nloop:\n  global_batch_size: 16\n  steps: 40\n")
+    return folder
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    put(folder, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    return folder
+
+
+def put(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\necho x >> {folder}/{name}.calls\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def submitted(run: RunFolder, *events: Event, job: str = "7") -> None:
+    run.append_event(Event.SUBMITTED, job_id=job, profile="site", slurm_conf=None)
+    for event in events:
+        append_json_line(run.events, {"event": str(event), "job": job, "reason": "boom", "step": 3})
+
+
+def only(path: Path) -> RunStatus:
+    (one,) = status(path)
+    return one
+
+
+ON = Event.STARTED
+
+
+@pytest.mark.parametrize(
+    ("squeue", "events", "state", "reason"),
+    [
+        ("7|PENDING|Resources", (), RunState.queued, "Resources"),
+        ("7|CONFIGURING|None", (), RunState.queued, ""),
+        ("7|PENDING|BeginTime", (ON, Event.STOPPED, Event.REQUEUED), RunState.requeued, "BeginTime"),
+        # Requeued by Slurm itself after a node failed: the run could leave no word.
+        ("7|PENDING|BeginTime", (ON, Event.SAVED), RunState.requeued, "BeginTime"),
+        ("7|RUNNING|None", (), RunState.running, ""),
+        ("7|RUNNING|None", (ON, Event.STOP_REQUESTED), RunState.stopping, ""),
+        ("7|RUNNING|None", (ON, Event.STOPPED, Event.REQUEUED, ON), RunState.running, ""),
+        ("7|SUSPENDED|None", (ON,), RunState.running, "suspended"),
+        ("7|COMPLETING|None", (ON, Event.STOPPED), RunState.stopping, ""),
+        ("7|COMPLETING|None", (ON, Event.STOPPED, Event.REQUEUED), RunState.requeued, ""),
+        ("7|COMPLETED|None", (ON, Event.FINISHED), RunState.finished, ""),
+        ("7|FAILED|NonZeroExitCode", (ON, Event.FAILED), RunState.failed, "boom"),
+        ("7|CANCELLED by 1000|None", (ON,), RunState.stopped, "job 7 ended as CANCELLED"),
+        ("7|CANCELLED|None", (ON, Event.STOPPED), RunState.stopped, ""),
+        ("7|NODE_FAIL|NodeDown", (ON,), RunState.lost, "job 7 ended as NODE_FAIL and the run left no word"),
+        ("7|TIMEOUT|TimeLimit", (ON, Event.STOP_REQUESTED), RunState.lost, "TIMEOUT"),
+        ("", (ON,), RunState.lost, "Slurm does not know job 7"),
+        ("", (ON, Event.FINISHED), RunState.finished, ""),
+    ],
+)
+def test_state_from_slurm(
+    run: RunFolder, commands: Path, squeue: str, events: tuple[Event, ...], state: RunState, reason: str
+) -> None:
+    put(commands, "squeue", f"echo '{squeue}'" if squeue else FORGOTTEN)
+    submitted(run, *events)
+    one = only(run.path)
+    assert one.state is state and one.job_id == "7"
+    assert reason in one.reason and bool(reason) == bool(one.reason)
+
+
+def test_markers_count_more_than_events(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", FORGOTTEN)
+    submitted(run, ON)
+    run.mark_failed("Exit code 78: no such file")
+    assert (only(run.path).state, only(run.path).reason) == (RunState.failed, "Exit code 78: no such file")
+    run.mark_finished()
+    assert only(run.path).state is RunState.finished
+
+
+def test_accounting_is_asked_for_what_squeue_forgot(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", FORGOTTEN)
+    submitted(run, ON)
+    put(commands, "sacct", "echo '7|OUT_OF_MEMORY'")
+    assert "OUT_OF_MEMORY" in only(run.path).reason
+    # Without a database sacct calls every job pending.
+    put(commands, "sacct", "echo '7|PENDING'")
+    assert only(run.path).state is RunState.lost
+
+
+def test_silent_slurm_is_said_and_nothing_runs_for_ever(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", SILENT)
+    submitted(run, ON)
+    fresh = only(run.path)
+    assert fresh.state is RunState.running and "Slurm does not answer" in fresh.reason
+    (late,) = status(run.path, now=time.time() + 7200)
+    assert late.state is RunState.lost and "no sign of life for 120 minutes" in late.reason
+
+
+def test_successor_is_the_runs_job(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|COMPLETED|None'; echo '8|PENDING|Dependency'")
+    submitted(run, ON, Event.STOPPED)
+    run.append_event(Event.REQUEUED, job_id="8")
+    one = only(run.path)
+    assert (one.state, one.job_id, one.reason) == (RunState.requeued, "8", "Dependency")
+
+
+def test_run_that_was_submitted_anew_is_queued(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|CANCELLED|None'; echo '9|PENDING|Priority'")
+    submitted(run, ON, Event.STOPPED, Event.REQUEUED)
+    submitted(run, job="9")
+    assert only(run.path).state is RunState.queued
+
+
+def test_local_job_is_told_by_its_process(run: RunFolder) -> None:
+    run.append_event(Event.SUBMITTED, job_id=str(os.getpid()), profile="local")
+    run.append_event(Event.STARTED)
+    # This process has that id, but it is another one.
+    assert only(run.path).state is RunState.lost
+    run.append_event(Event.STOPPED)
+    assert only(run.path).state is RunState.stopped
+
+
+def test_run_without_a_job(run: RunFolder) -> None:
+    assert only(run.path).state is RunState.new
+    run.append_event(Event.STARTED)
+    assert only(run.path).state is RunState.running
+    (late,) = status(run.path, now=time.time() + 3600)
+    assert late.state is RunState.lost
+    # A heartbeat is a sign of life too.
+    beat = run.heartbeat / "rank0"
+    beat.write_text("")
+    os.utime(beat, (time.time() + 3590, time.time() + 3590))
+    assert status(run.path, now=time.time() + 3600)[0].state is RunState.running
+
+
+def test_run_that_goes_on_by_hand_after_its_job(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|CANCELLED|None'")
+    submitted(run, ON, Event.STOPPED)
+    run.append_event(Event.STARTED)
+    assert only(run.path).state is RunState.running
+
+
+def test_many_runs_cost_one_squeue(tmp_path: Path, commands: Path) -> None:
+    lines = []
+    for index in range(5):
+        folder = RunFolder(tmp_path / "runs" / f"r{index}")
+        folder.create()
+        submitted(folder, ON, job=str(100 + index))
+        lines.append(f"echo '{100 + index}|{'RUNNING' if index % 2 else 'PENDING'}|None'")
+    put(commands, "squeue", "\n".join(lines))
+    (tmp_path / "runs" / "not-a-run").mkdir()
+    found = status(tmp_path / "runs")
+    assert [one.run.name for one in found] == [f"r{index}" for index in range(5)]
+    assert [one.state is RunState.running for one in found] == [False, True, False, True, False]
+    assert (commands / "squeue.calls").read_text() == "x\n"
+    assert find_runs(tmp_path / "nowhere") == []
+
+
+def test_figures_and_table(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|RUNNING|None'")
+    submitted(run, ON)
+    with run.metrics.open("w") as file:
+        for step in range(30):
+            file.write(json.dumps({"step": step, "loss": 9.0 - step / 10}) + "\n")
+        file.write('{"step": 30, "lo')  # torn by a crash
+    (run.checkpoints / "step_20").mkdir()
+    (run.checkpoints / "step_25.tmp").mkdir()
+    one = only(run.path)
+    assert (one.step, one.steps, one.checkpoint_step) == (29, 40, 20)
+    assert one.loss == pytest.approx(6.1)
+    assert one.age_s is not None and one.age_s < 60
+    table = render([one])
+    for word in ("one", "running", "7", "29/40", "6.1000", "20", "ago"):
+        assert word in table
+    assert table.endswith("\n") and max(map(len, table.splitlines())) <= 120
+    assert render([]) == "no runs\n"
+
+
+def test_evaluation_lines_do_not_hide_the_loss(run: RunFolder) -> None:
+    append_json_line(run.metrics, {"step": 10, "loss": 2.5})
+    append_json_line(run.metrics, {"step": 10, "eval_loss": 2.7})
+    assert only(run.path).loss == 2.5

@@ -1,0 +1,347 @@
+"""Submission: what is written, what is refused, and a local job that outlives who started it."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import slurm.submit
+from contract.errors import UserError
+from contract.run_folder import Event, RunFolder
+from slurm import requeue
+from slurm.job import job_folder, newest_job
+from slurm.profile import Profile, Scheduler
+from slurm.settings import JobConfig, SubmitConfig
+from slurm.snapshot import RECORD, snapshot
+from slurm.status import RunState, status
+from slurm.submit import submit
+
+CONFIG = "resilience:\n  stop_signal: SIGUSR2\nloop:\n  steps: 7\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "it's a run")
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """An interpreter whose `-m train` is a shell script: it waits for a stop request and leaves with 75."""
+    path = tmp_path / "python"
+    path.write_text(
+        f"""#!/bin/bash
+[ "$3" = train ] || exec {shlex.quote(sys.executable)} "$@"
+trap 'mkdir checkpoints; exit 75' USR2
+echo "trains in $PWD with $5, GPUs ${{CUDA_VISIBLE_DEVICES-all}}"
+while true; do sleep 0.05; done
+"""
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def local(python: str) -> SubmitConfig:
+    cluster = Profile(scheduler=Scheduler.local, ranks_per_node=1, time_limit="00:10:00", python=python)
+    return SubmitConfig(cluster, JobConfig())
+
+
+@pytest.fixture
+def clean_up(run: RunFolder) -> Iterator[None]:
+    yield
+    job = newest_job(run, run.read_events())
+    if job is not None and job.is_running_here():
+        os.kill(int(job.job_id), signal.SIGTERM)
+        assert wait_until(lambda: not job.is_running_here())
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def the_state(run: RunFolder) -> RunState:
+    return status(run.path)[0].state
+
+
+@pytest.mark.req("C11")
+def test_dry_run_writes_nothing(run: RunFolder, local: SubmitConfig) -> None:
+    submission = submit(run, CONFIG, local, dry_run=True)
+    assert submission.job_id is None and "slurm.supervise" in submission.script
+    assert not run.path.exists()
+
+
+@pytest.mark.req("C2", "C11")
+def test_local_job_runs_refuses_a_second_launch_and_stops(
+    run: RunFolder, local: SubmitConfig, clean_up: None
+) -> None:
+    first = submit(run, CONFIG, local)
+    assert first.job_id and run.config.read_text() == CONFIG and run.job_script.read_text() == first.script
+    assert first.job_id in first.summary()
+    log = run.logs / f"{first.job_id}.r0.log"
+    assert wait_until(lambda: log.exists() and "trains" in log.read_text())
+    # It trains in the snapshot, and submitit has not hidden the GPUs.
+    assert f"trains in {run.code} with {run.config}, GPUs all" in log.read_text()
+    assert the_state(run) is RunState.running
+    with pytest.raises(UserError, match=f"is running already as process {first.job_id}"):
+        submit(run, CONFIG, local)
+
+    os.kill(int(first.job_id), signal.SIGTERM)
+    assert wait_until(lambda: the_state(run) is not RunState.running)
+    said = (job_folder(run) / f"{first.job_id}_0_log.out").read_text()
+    assert "ended with code 75" in said and not run.failed.exists()
+    second = submit(run, CONFIG, local)
+    assert second.job_id != first.job_id
+
+
+@pytest.mark.req("C11")
+def test_local_job_outlives_the_submitting_process_and_its_terminal(
+    run: RunFolder, local: SubmitConfig, clean_up: None
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from contract.run_folder import RunFolder\n"
+        "from slurm.profile import Profile, Scheduler; from slurm.settings import JobConfig, SubmitConfig\n"
+        "from slurm.submit import submit\n"
+        "cluster = Profile(scheduler=Scheduler.local, ranks_per_node=1, python=sys.argv[2])\n"
+        "submit(RunFolder(Path(sys.argv[1])), sys.argv[3], SubmitConfig(cluster, JobConfig()))\n"
+        "sys.stdin.read()\n"
+    )
+    shell = subprocess.Popen(
+        [sys.executable, "-c", code, str(run.path), str(local.cluster.python), CONFIG],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert wait_until(lambda: run.events.exists() and "submitted" in run.events.read_text())
+    job = newest_job(run, run.read_events())
+    assert job is not None
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.killpg(shell.pid, number)
+    # The job holds no end of the shell's pipes: an ssh would return.
+    shell.communicate(timeout=20)
+    time.sleep(0.5)
+    assert job.is_running_here()
+    assert os.getsid(int(job.job_id)) != os.getsid(0)
+
+
+def test_unwritable_run_folder_is_one_sentence(tmp_path: Path, local: SubmitConfig) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"run folder cannot be written \(.*: Not a directory\): set run.root"
+    ):
+        submit(RunFolder(tmp_path / "file" / "run"), CONFIG, local)
+
+
+def fake_slurm(folder: Path, squeue: str, sbatch: str = "echo Submitted batch job 99") -> dict[str, str]:
+    """Stand in for Slurm's commands; the lab tests call the real ones."""
+    for name, body in {"squeue": squeue, "sbatch": sbatch, "sacct": "exit 1", "srun": "exit 1"}.items():
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("profile", ["site", "lab"])
+@pytest.mark.parametrize(
+    ("squeue", "refusal"),
+    [
+        ("echo '7|PENDING|Priority'", r"has job 7 already \(pending\): end it with `scancel 7`"),
+        ("echo '7|COMPLETING|None'", r"has job 7 already \(completing\)"),
+        ("echo '7|FAILED|NonZeroExitCode'", None),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", r"Slurm does not say whether job 7"),
+    ],
+)
+def test_run_with_a_live_job_is_refused(
+    run: RunFolder,
+    tmp_path: Path,
+    squeue: str,
+    refusal: str | None,
+    profile: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = fake_slurm(tmp_path, squeue)
+    monkeypatch.setenv("PATH", environ["PATH"])
+    if profile == "lab" and refusal and "does not say" in refusal:
+        refusal = None  # a lab that is down has no jobs
+    run.create()
+    run.append_event(Event.SUBMITTED, job_id="7", profile=profile, slurm_conf="/x")
+    run.mark_failed("an earlier failure")
+    settings = SubmitConfig(Profile(name="site"), JobConfig())
+    if refusal:
+        with pytest.raises(UserError, match=refusal):
+            submit(run, CONFIG, settings, environ=environ)
+        assert run.failed.exists() and not run.job_script.exists()
+    else:
+        assert submit(run, CONFIG, settings, environ=environ).job_id == "99"
+        assert not run.failed.exists()
+
+
+@pytest.mark.req("C2")
+def test_submitted_text_environment_and_event(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = fake_slurm(
+        tmp_path, "exit 1", 'cp "${@: -1}" "$SEEN/text"; env > "$SEEN/env"; echo Submitted batch job 99'
+    )
+    monkeypatch.setenv("PATH", environ["PATH"])
+    environ |= {
+        "SEEN": str(tmp_path),
+        "SLURM_JOB_ID": "1",
+        "SLURM_CONF": "/x/slurm.conf",
+        "SBATCH_QOS": "bad",
+    }
+    before = dict(os.environ)
+    submission = submit(run, CONFIG, SubmitConfig(Profile(name="site"), JobConfig(nodes=3)), environ=environ)
+    assert dict(os.environ) == before
+    # One text: what sbatch got, what a person can read, what the caller has.
+    assert (tmp_path / "text").read_text() == run.job_script.read_text() == submission.script
+    seen = (tmp_path / "env").read_text()
+    assert "SLURM_CONF=/x/slurm.conf" in seen and "SLURM_JOB_ID" not in seen and "SBATCH_QOS" not in seen
+    event = run.read_events()[-1]
+    assert (event["job_id"], event["profile"], event["nodes"]) == ("99", "site", 3)
+    assert event["slurm_conf"] == "/x/slurm.conf"
+    assert list(job_folder(run).glob("99_submission.sh"))
+
+
+def test_refusal_of_sbatch_is_one_sentence(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "sbatch: error: invalid partition specified: booster\\nsbatch: error: Batch job submission failed: x"
+    )
+    environ = fake_slurm(tmp_path, "exit 1", f'printf "{said}\\n" >&2; exit 1')
+    monkeypatch.setenv("PATH", environ["PATH"])
+    with pytest.raises(UserError) as error:
+        submit(run, CONFIG, SubmitConfig(Profile(name="site"), JobConfig()), environ=environ)
+    assert str(error.value) == (
+        "sbatch refused the job: invalid partition specified: booster; Batch job submission failed: x"
+    )
+    assert capsys.readouterr().err == ""
+    assert not run.read_events()
+
+
+def test_two_submissions_at_once_are_one(run: RunFolder, local: SubmitConfig) -> None:
+    run.create()
+    with slurm.submit._one_at_a_time(run), pytest.raises(UserError, match="being submitted by another"):
+        submit(run, CONFIG, local)
+
+
+def test_controller_that_is_away_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "asked"
+    away = 'echo "Unable to contact slurm controller" >&2; exit 1'
+    body = f"echo x >> {asked}; [ $(wc -l < {asked}) = 3 ] && exit 0; {away}"
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\n{body}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(requeue, "_RETRY_S", 0.01)
+    assert requeue._ask_patiently(["scontrol", "requeue", "1"]).code == 0
+    assert requeue._ask_patiently(["scontrol", "requeue", "1"], patience_s=0.0).code == 1
+
+
+@pytest.mark.req("C11")
+def test_submit_and_status_start_without_torch_and_slow_libraries() -> None:
+    code = (
+        "import sys, slurm.submit, slurm.settings, slurm.status, slurm.supervise\n"
+        "print([name for name in ('torch', 'train', 'submitit', 'rich', 'numpy') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+    code = (
+        "import sys, slurm.supervise\n"
+        "print([name for name in ('hydra', 'jinja2', 'omegaconf') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# --- the snapshot
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    for name in (
+        "train/loop.py",
+        "slurm/a/b.py",
+        "configs/x.yaml",
+        "tests/test_x.py",
+        "runs/r/big.bin",
+        "pyproject.toml",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "train/__pycache__").mkdir()
+    (folder / "train/__pycache__/loop.pyc").write_text("")
+    (folder / "train/weights.bin").write_bytes(b"0" * 5_000_001)
+    return folder
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def git(checkout: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    return subprocess.run(
+        ["git", *who, *arguments], cwd=checkout, check=True, capture_output=True, text=True, timeout=30
+    ).stdout
+
+
+def test_snapshot_of_a_git_checkout(run: RunFolder, checkout: Path) -> None:
+    run.create()
+    (checkout / ".gitignore").write_text("__pycache__\n*.secret\n")
+    git(checkout, "init", "-q")
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-q", "-m", "x")
+    record = snapshot(run, checkout)
+    assert record["commit"] == git(checkout, "rev-parse", "HEAD").strip() and record["dirty"] is False
+    # Tests, runs and files too large to be code stay behind.
+    code = {"train/loop.py", "slurm/a/b.py", "configs/x.yaml", "pyproject.toml", ".gitignore", RECORD}
+    assert files(run.code) == code
+    assert record["left_out"] == ["train/weights.bin"]
+
+    (checkout / "train/new.py").write_text("")
+    (checkout / "train/key.secret").write_text("")
+    (checkout / "slurm/a/b.py").unlink()
+    assert snapshot(run, checkout)["dirty"] is True
+    assert files(run.code) == code - {"slurm/a/b.py"} | {"train/new.py"}
+    assert json.loads((run.code / RECORD).read_text())["dirty"] is True
+    assert not [path.name for path in run.path.iterdir() if re.match(r"\.code", path.name)]
+
+
+def test_snapshot_without_git(run: RunFolder, checkout: Path) -> None:
+    run.create()
+    assert snapshot(run, checkout)["commit"] is None
+    assert files(run.code) == {"train/loop.py", "slurm/a/b.py", "configs/x.yaml", RECORD}
+
+
+def test_half_a_snapshot_is_never_run(
+    run: RunFolder, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.create()
+    snapshot(run, checkout)
+    before = files(run.code)
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (checkout / "train/more.py").write_text("")
+    monkeypatch.setattr("slurm.snapshot.shutil.copy2", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        snapshot(run, checkout)
+    assert files(run.code) == before

@@ -1,0 +1,327 @@
+"""The supervisor's decisions, with shell commands for the training and scripts for Slurm's commands.
+
+The scripts stand in for scontrol and sbatch; tests/slurm has the same with the real ones.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.run_folder import Event, RunFolder
+from slurm.supervise import Verdict, judge
+
+RUNNING = (
+    "JobState=RUNNING Restarts=0 StartTime=2026-01-01T00:00:00 PreemptTime=None "
+    "RunTime=00:01:00 TimeLimit=00:05:00"
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.job_script.write_text("#!/bin/bash\n")
+    return folder
+
+
+class FakeSlurm:
+    """A folder of commands that note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls = folder / "calls"
+        folder.mkdir()
+        self.job(RUNNING)
+
+    def job(self, shown: str, requeue: str = "exit 0") -> None:
+        """Set what `scontrol show job` prints and what `scontrol requeue` and sbatch do."""
+        note = f'echo "$(basename "$0") $*" >> {shlex.quote(str(self.calls))}'
+        # Slurm ends the job once it has taken the requeue.
+        self._write("scontrol", f'{note}\nif [ "$1" = show ]; then echo "{shown}"; else {requeue}; fi')
+        self._write("sbatch", f"{note}\necho 4711")
+
+    def _write(self, name: str, body: str) -> None:
+        path = self.folder / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+
+    @property
+    def called(self) -> list[str]:
+        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
+        return [line for line in lines if " show " not in line]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path) -> FakeSlurm:
+    return FakeSlurm(tmp_path / "bin")
+
+
+def command(run: RunFolder, script: str, *options: str) -> list[str]:
+    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--backoff-s=0.01"]
+    return [*start, *options, "--", "bash", "-c", script, "trainer", str(run.path)]
+
+
+def supervise(
+    run: RunFolder, script: str, *options: str, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(run, script, *options),
+        env={"PATH": os.environ["PATH"], **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def told(run: RunFolder) -> list[str]:
+    return [event["event"] for event in run.read_events()]
+
+
+EVENTS: dict[str, list[dict[str, Any]]] = {
+    "stopped": [{"event": "stopped"}],
+    "finished": [{"event": "finished"}],
+    "bad": [{"event": "failed", "code": 78, "reason": "no such file"}],
+    "crash": [{"event": "failed", "reason": "boom"}],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "ranks", "events", "verdict", "final"),
+    [
+        (0, (), "none", Verdict.finished, 0),
+        (75, (), "none", Verdict.stopped, 75),
+        (76, (), "none", Verdict.crashed, 76),
+        (78, (), "none", Verdict.hopeless, 78),
+        (93, (), "none", Verdict.hopeless, 93),
+        (1, (), "crash", Verdict.crashed, 1),
+        (-9, (), "none", Verdict.crashed, 137),
+        # srun's 143: one rank left, the others were ended for it.
+        (143, (75,), "none", Verdict.stopped, 75),
+        (143, (), "stopped", Verdict.stopped, 75),
+        (143, (78,), "none", Verdict.hopeless, 78),
+        (143, (), "bad", Verdict.hopeless, 78),
+        (137, (76,), "none", Verdict.crashed, 76),
+        (143, (1,), "none", Verdict.crashed, 143),
+        (134, (), "finished", Verdict.finished, 0),
+        # A peer of a rank with a wrong configuration saved and left.
+        (78, (75, 78), "stopped", Verdict.hopeless, 78),
+        (76, (75, 76), "stopped", Verdict.stopped, 75),
+    ],
+)
+def test_judge(code: int, ranks: tuple[int, ...], events: str, verdict: Verdict, final: int) -> None:
+    end = judge(code, EVENTS[events], ranks)
+    assert (end.verdict, end.code) == (verdict, final)
+
+
+def test_finished(run: RunFolder) -> None:
+    assert supervise(run, "exit 0").returncode == 0
+    assert told(run) == [] and not run.failed.exists()
+
+
+@pytest.mark.parametrize("code", [78, 93])
+def test_hopeless_is_never_tried_again(run: RunFolder, fake_slurm: FakeSlurm, code: int) -> None:
+    script = f'echo x >> "$1/starts"; exit {code}'
+    done = supervise(run, script, "--requeue=slurm", environ=fake_slurm.environ)
+    assert done.returncode == code
+    assert (run.path / "starts").read_text() == "x\n"
+    assert run.failed.read_text().startswith(f"Exit code {code}: ")
+    assert told(run) == ["failed"] and fake_slurm.called == []
+
+
+def test_reason_is_the_trainers_own_and_the_log_is_named(run: RunFolder) -> None:
+    failed = '{"event": "failed", "reason": "data/x.bin is cut short"}'
+    script = f"echo '{failed}' >> \"$1/events.jsonl\"; exit 78"
+    supervise(
+        run, script, f"--log={run.logs}/{{job}}.r{{attempt}}.log", environ={"SUBMITIT_LOCAL_JOB_ID": "9"}
+    )
+    text = run.failed.read_text()
+    assert text == f"Exit code 78: data/x.bin is cut short; read {run.logs / '9.r0.log'}.\n"
+
+
+def test_crashes_without_progress_are_bounded(run: RunFolder) -> None:
+    log = f"--log={run.logs}/{{job}}.r{{attempt}}.log"
+    done = supervise(run, 'echo x >> "$1/starts"; echo said; exit 3', "--max-restarts=2", log)
+    assert done.returncode == 3
+    assert (run.path / "starts").read_text() == "x\n" * 3
+    assert told(run) == ["restarted", "restarted", "failed"]
+    assert "crashed 3 times in a row" in run.failed.read_text()
+    assert sorted(path.name for path in run.logs.iterdir()) == [
+        "local.r0-1.log",
+        "local.r0-2.log",
+        "local.r0.log",
+    ]
+    assert all(path.read_text() == "said\n" for path in run.logs.iterdir())
+
+
+def test_ranks_code_is_read_from_the_launchers_report_only(run: RunFolder) -> None:
+    said = "a rank wrote: Exit code: 78"
+    assert supervise(run, f"echo '{said}' >&2; exit 3", "--max-restarts=0").returncode == 3
+    report = "srun: error: n2: tasks 2-3: Exited with exit code 78"
+    assert supervise(run, f"echo '{report}' >&2; exit 143").returncode == 78
+    assert supervise(run, "echo '   Exit code:    75' >&2; exit 143").returncode == 75
+
+
+def test_crashes_with_progress_are_not_counted(run: RunFolder) -> None:
+    # Six crashes with a bound of one, but each start publishes a checkpoint.
+    script = """n=$(ls "$1/checkpoints" | wc -l); [ "$n" = 6 ] && exit 0; mkdir "$1/checkpoints/step_$n"; exit 76"""
+    assert supervise(run, script, "--max-restarts=1").returncode == 0
+    assert told(run) == ["restarted"] * 6
+
+
+def test_missing_program_is_a_bounded_crash(run: RunFolder) -> None:
+    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--backoff-s=0.01", "--max-restarts=1"]
+    done = subprocess.run(
+        [*start, "--", "no-such-srun"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 127 and "cannot start no-such-srun" in done.stdout
+
+
+STOPPABLE = """trap 'echo x >> "$1/requests"; ending=1' USR2; trap 'echo bad >> "$1/bad"' TERM INT HUP
+touch "$1/ready"; while [ -z "$ending" ]; do sleep 0.05; done; sleep 0.5; exit 75"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGINT", "SIGHUP"])
+def test_any_signal_is_passed_on_once_as_the_stop_signal(run: RunFolder, name: str) -> None:
+    process = subprocess.Popen(command(run, STOPPABLE))
+    wait_for(run.path / "ready")
+    for _ in range(3):
+        process.send_signal(signal.Signals[name])
+        time.sleep(0.1)
+    assert process.wait(timeout=20) == 75
+    assert (run.path / "requests").read_text() == "x\n"
+    assert not (run.path / "bad").exists() and told(run) == [] and not run.failed.exists()
+
+
+def test_crash_after_a_stop_request_is_not_restarted(run: RunFolder, fake_slurm: FakeSlurm) -> None:
+    script = STOPPABLE.replace("exit 75", "exit 1")
+    process = subprocess.Popen(command(run, script, "--requeue=slurm"), env=os.environ | fake_slurm.environ)
+    wait_for(run.path / "ready")
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while not fake_slurm.called and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)  # Slurm's, which ends the requeued job
+    assert process.wait(timeout=20) == 75
+    assert told(run) == ["warning", "requeued"] and fake_slurm.called == ["scontrol requeue 42"]
+
+
+def test_ranks_do_not_outlive_a_killed_supervisor(run: RunFolder) -> None:
+    process = subprocess.Popen(command(run, f'echo $$ > "$1/pid"; {STOPPABLE}'))
+    wait_for(run.path / "ready")
+    trainer = int((run.path / "pid").read_text())
+    process.kill()
+    process.wait(timeout=20)
+    deadline = time.monotonic() + 20
+    while is_alive(trainer) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(trainer)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert path.exists()
+
+
+ENDS_JOB = 'kill -TERM "$PPID"; exit 0'
+
+
+@pytest.mark.req("C13")
+@pytest.mark.parametrize("array", [False, True])
+def test_stopped_is_requeued_and_of_an_array_only_the_task(
+    run: RunFolder, fake_slurm: FakeSlurm, array: bool
+) -> None:
+    fake_slurm.job(RUNNING, requeue=ENDS_JOB)
+    environ = fake_slurm.environ | ({"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "3"} if array else {})
+    done = supervise(run, "exit 75", "--requeue=slurm", environ=environ)
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert fake_slurm.called == [f"scontrol requeue {'40_3' if array else '42'}"]
+    assert told(run) == ["requeued"] and not run.failed.exists()
+
+
+@pytest.mark.parametrize("mode", ["slurm", "successor"])
+def test_refused_requeue_submits_the_script_again(run: RunFolder, fake_slurm: FakeSlurm, mode: str) -> None:
+    fake_slurm.job(RUNNING, requeue="echo disabled >&2; exit 1")
+    assert supervise(run, "exit 75", f"--requeue={mode}", environ=fake_slurm.environ).returncode == 75
+    tried = ["scontrol requeue 42"] if mode == "slurm" else []
+    successor = f"sbatch --parsable --dependency=afterany:42 {run.job_script}"
+    assert fake_slurm.called == [*tried, successor]
+    last = run.read_events()[-1]
+    assert last["event"] == Event.REQUEUED and last["job_id"] == "4711"
+    assert ("warning" in told(run)) == (mode == "slurm")
+
+
+@pytest.mark.parametrize(
+    ("shown", "comes_back"),
+    [
+        (RUNNING.replace("RUNNING", "COMPLETING"), False),  # a person cancelled it
+        (RUNNING.replace("RUNNING", "COMPLETING").replace("RunTime=00:01:00", "RunTime=00:05:01"), True),
+        (
+            RUNNING.replace("RUNNING", "COMPLETING").replace(
+                "PreemptTime=None", "PreemptTime=2026-01-01T00:01:00"
+            ),
+            True,
+        ),
+        # Pre-empted in an earlier life, cancelled in this one.
+        (
+            RUNNING.replace("RUNNING", "COMPLETING").replace(
+                "PreemptTime=None", "PreemptTime=2025-12-31T00:01:00"
+            ),
+            False,
+        ),
+    ],
+)
+def test_cancelled_job_does_not_come_back(
+    run: RunFolder, fake_slurm: FakeSlurm, shown: str, comes_back: bool
+) -> None:
+    fake_slurm.job(shown, requeue=ENDS_JOB)
+    assert supervise(run, "exit 75", "--requeue=slurm", environ=fake_slurm.environ).returncode == 75
+    assert bool(fake_slurm.called) == comes_back
+    assert told(run) == (["requeued"] if comes_back else ["warning"])
+
+
+def test_job_that_slurm_has_requeued_is_left_alone(run: RunFolder, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.job(RUNNING.replace("RUNNING", "COMPLETING").replace("Restarts=0", "Restarts=1"))
+    assert supervise(run, "exit 75", "--requeue=slurm", environ=fake_slurm.environ).returncode == 75
+    assert fake_slurm.called == [] and told(run) == ["requeued"]
+
+
+def test_crash_of_a_job_that_is_being_preempted_is_requeued(run: RunFolder, fake_slurm: FakeSlurm) -> None:
+    # The ranks were told directly, before they could listen; the supervisor was not.
+    fake_slurm.job(RUNNING.replace("PreemptTime=None", "PreemptTime=2026-01-01T00:01:00"), requeue=ENDS_JOB)
+    done = supervise(run, "kill -USR2 $$", "--requeue=slurm", environ=fake_slurm.environ)
+    assert done.returncode == 75 and fake_slurm.called == ["scontrol requeue 42"]
+
+
+def test_requeues_without_progress_come_to_an_end(run: RunFolder, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.job(RUNNING, requeue=ENDS_JOB)
+    codes = []
+    for restart in range(12):
+        environ = fake_slurm.environ | {"SLURM_RESTART_COUNT": str(restart)}
+        fake_slurm.job(RUNNING.replace("Restarts=0", f"Restarts={restart}"), requeue=ENDS_JOB)
+        codes.append(supervise(run, "exit 75", "--requeue=slurm", environ=environ).returncode)
+        if codes[-1] != 75:
+            break
+    assert codes == [75] * 10 + [93]
+    assert "without a new checkpoint" in run.failed.read_text()
