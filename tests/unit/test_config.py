@@ -22,6 +22,7 @@ KEYS = [path for path in field_paths(TrainConfig) if "." in path]
         ("lr=1", "lr: there is no such key, did you mean optim.lr?"),
         ("modl=llama_3m", "modl: there is no such key, did you mean model?"),
         ("model=llama_3", "model=llama_3: there is no such model, did you mean llama_3m"),
+        ("recipe=null", "recipe=None: there is no such recipe"),
         ("precision=fp8", "there is no such precision"),
         ("optim.lr=fast", "optim.lr: Value 'fast'"),
         ("run.resume=nevr", "expected one of [auto, required, never]"),
@@ -83,6 +84,13 @@ def test_every_choice_fills_its_section(group: str) -> None:
     for choice in choices(group):
         config = load_config([f"{group}={choice}"])
         assert getattr(config, group).name == choice
+
+
+@pytest.mark.parametrize("recipe", choices("recipe"))
+def test_a_recipe_sets_what_belongs_together_and_leaves_the_last_word_to_the_user(recipe: str) -> None:
+    assert load_config([f"recipe={recipe}"]) != load_config([])
+    config = load_config([f"recipe={recipe}", "model=llama_25m", "optim.lr=5"])
+    assert (config.model.name, config.optim.lr) == ("llama_25m", 5)
 
 
 def test_defaults_stand_in_one_place() -> None:

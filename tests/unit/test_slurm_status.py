@@ -127,8 +127,9 @@ def test_run_that_was_submitted_anew_is_queued(run: RunFolder, commands: Path) -
     assert only(run.path).state is RunState.queued
 
 
-def test_local_job_is_told_by_its_process(run: RunFolder) -> None:
+def test_local_job_is_told_by_its_process(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     run.append_event(Event.SUBMITTED, job_id=str(os.getpid()), profile="local")
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", str(os.getpid()))
     run.append_event(Event.STARTED)
     # This process has that id, but it is another one.
     assert only(run.path).state is RunState.lost
