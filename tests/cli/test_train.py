@@ -99,6 +99,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_ways_to_ask_for_an_end(tmp_path: Path, endless: list[str], number: signal.Signals) -> None:
     """A closed terminal (HUP) and a plain kill (TERM) of the command save as Ctrl-C does."""
@@ -110,6 +111,7 @@ def test_other_ways_to_ask_for_an_end(tmp_path: Path, endless: list[str], number
     assert len(RunFolder(tmp_path / "runs/toy").published_steps()) == 1
 
 
+@pytest.mark.slow
 def test_two_launches_of_one_run(trierarch: Trierarch, tmp_path: Path, endless: list[str]) -> None:
     process = start(tmp_path, *endless)
     run = RunFolder(tmp_path / "runs/toy")
@@ -128,6 +130,7 @@ def test_two_launches_of_one_run(trierarch: Trierarch, tmp_path: Path, endless: 
     assert process.returncode == ExitCode.STOPPED
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_the_run_goes_on_from_its_checkpoint(
     trierarch: Trierarch, tmp_path: Path, endless: list[str], toy: list[str]
 ) -> None:
@@ -174,6 +177,7 @@ def test_what_is_wrong_is_one_sentence_and_never_to_be_requeued(
     assert not (tmp_path / "runs/toy/config.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -226,6 +230,7 @@ def test_the_whole_configuration_is_printed(trierarch: Trierarch) -> None:
     assert tree["run"]["name"] == tree["model"]["name"] == "llama_25m"
 
 
+@pytest.mark.slow
 def test_generate_and_export_read_the_newest_checkpoint(
     trierarch: Trierarch, tmp_path: Path, toy: list[str]
 ) -> None:

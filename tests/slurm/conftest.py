@@ -1,131 +1,14 @@
-"""The lab for the tests in this folder: one real Slurm for the whole session, cleaned after each test."""
+"""Tests in this folder run on the lab."""
 
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.slurm_lab import clean_lab, lab, slurm_packages
 
-from slurm.lab import Lab, LabSettings
-from slurm.lab.host import missing_commands
-
-SETTINGS = LabSettings(nodes=4, cpus=2, gpus=2, grace_s=5, kill_wait_s=5, slurmd_timeout_s=5)
-
-
-class SlurmLab:
-    """What tests use: the lab itself (`cluster`), commands on it, and waits that have a bound.
-
-    `environment` is complete: pass it to a subprocess as it is.
-    """
-
-    def __init__(self, cluster: Lab) -> None:
-        self.cluster = cluster
-        self.environment = cluster.full_environment()
-
-    def run(self, *command: str, timeout_s: float = 30.0) -> str:
-        """What a command prints; fails the test with what it said if it fails."""
-        return self.cluster.run(*command, timeout_s=timeout_s)
-
-    def submit(self, script: str, *options: str, folder: Path) -> str:
-        """Queue a shell script, with its output in `folder`/<job id>.out; returns the job's id."""
-        file = folder / "job.sh"
-        file.write_text(f"#!/bin/bash\n{script}\n")
-        output = f"--output={folder}/%j.out"
-        return self.run("sbatch", "--parsable", output, "--open-mode=append", *options, str(file)).strip()
-
-    def job(self, job_id: str) -> dict[str, str]:
-        """Slurm's record of a job, ended or not: `JobState`, `NodeList`, `Restarts`, `ExitCode`, ..."""
-        words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def wait_for_state(self, job_id: str, states: set[str], timeout_s: float = 30.0) -> str:
-        """Wait until a job is in one of `states`; returns which."""
-        state = wait_until(lambda: (found := self.job(job_id)["JobState"]) in states and found, timeout_s)
-        assert state, (
-            f"job {job_id} is not {' or '.join(sorted(states))} after {timeout_s} s: {self.job(job_id)}"
-        )
-        return str(state)
-
-    def wait_for_node(self, node: str, states: set[str], timeout_s: float = 60.0) -> str:
-        """Wait until a node is in one of `states`, in sinfo's words without marks; returns which."""
-        state = wait_until(
-            lambda: (found := self.cluster.node_states()[node].rstrip("*")) in states and found, timeout_s
-        )
-        assert state, f"{node} is not {' or '.join(sorted(states))} after {timeout_s} s"
-        return str(state)
-
-    def clean(self) -> None:
-        """Cancel jobs that a test left, and revive nodes that it froze, crashed or took down."""
-        for node in self.cluster.node_states():
-            if node in self.cluster.running_nodes():
-                self.cluster.thaw(node)
-        if jobs := self.run("squeue", "--noheader", "--format=%A").split():
-            self.run("scancel", "--quiet", *jobs)
-        self.cluster.up(SETTINGS)
-        for node, state in self.cluster.node_states().items():
-            if state.rstrip("*") in ("down", "drained", "draining"):
-                self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        assert wait_until(lambda: set(self.cluster.node_states().values()) == {"idle"}, 45.0), (
-            f"the lab is not idle after a test: {self.cluster.status()}"
-        )
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float) -> object:
-    """Poll until `condition` is true or the time is over; returns its last value."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return value
+__all__ = ["clean_lab", "lab", "slurm_packages"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.slurm)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def slurm_packages() -> None:
-    missing = missing_commands()
-    if not missing:
-        return
-    sentence = f"these tests need {', '.join(missing)}: on Debian or Ubuntu `apt-get install slurm-wlm munge`"
-    if os.environ.get("TRIERARCH_REQUIRE_SLURM") == "1":
-        pytest.fail(sentence)
-    pytest.skip(sentence)
-
-
-@pytest.fixture(scope="session")
-def lab(slurm_packages: None) -> Iterator[SlurmLab]:
-    _remove_leftovers()
-    folder = _folder(os.getpid())
-    cluster = Lab(folder)
-    try:
-        cluster.up(SETTINGS)
-        yield SlurmLab(cluster)
-    finally:
-        cluster.down()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(autouse=True)
-def clean_lab(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "lab" in request.fixturenames:
-        request.getfixturevalue("lab").clean()
-
-
-def _folder(session: int | str) -> Path:
-    return Path(tempfile.gettempdir()) / f"trierarch-test-{os.getuid()}-{session}"
-
-
-def _remove_leftovers() -> None:
-    """End the labs of test sessions that were killed before they could."""
-    pattern = _folder("*")
-    for folder in pattern.parent.glob(pattern.name):
-        if not Path(f"/proc/{folder.name.rsplit('-', 1)[1]}").exists():
-            Lab(folder).down()
-            shutil.rmtree(folder, ignore_errors=True)

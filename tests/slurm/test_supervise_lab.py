@@ -3,9 +3,10 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from harness.slurm_lab import SlurmLab, wait_until
 
 from contract.run_folder import Event, RunFolder
 from slurm.profile import Profile
@@ -13,9 +14,6 @@ from slurm.render import render
 from slurm.settings import JobConfig, SubmitConfig
 from slurm.snapshot import snapshot
 from slurm.status import RunState, status
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import SlurmLab
 
 # Rank 0 "trains" one step a 0.2 s, "saves" a step by making its folder, and stops with 75 when it is asked to.
 TRAINER = """#!/bin/bash
@@ -50,7 +48,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def launch(lab: "SlurmLab", run: RunFolder) -> Launch:
+def launch(lab: SlurmLab, run: RunFolder) -> Launch:
     """Submit the rendered script of `run` with other words in the trainer's place; returns the job id."""
 
     def submit(trainer: str, *arguments: object, **settings: Any) -> str:
@@ -90,8 +88,7 @@ def the_state(run: RunFolder) -> RunState:
 
 
 @pytest.mark.req("C13")
-def test_preempted_job_is_requeued_and_finishes(lab: "SlurmLab", run: RunFolder, launch: Launch) -> None:
-    from tests.slurm.conftest import wait_until
+def test_preempted_job_is_requeued_and_finishes(lab: SlurmLab, run: RunFolder, launch: Launch) -> None:
 
     job = launch(TRAINER, 15)
     assert the_state(run) in (RunState.queued, RunState.running)
@@ -115,9 +112,8 @@ def test_preempted_job_is_requeued_and_finishes(lab: "SlurmLab", run: RunFolder,
 
 @pytest.mark.req("C13")
 def test_stop_before_the_time_limit_is_requeued_and_a_cancelled_job_is_not(
-    lab: "SlurmLab", run: RunFolder, launch: Launch
+    lab: SlurmLab, run: RunFolder, launch: Launch
 ) -> None:
-    from tests.slurm.conftest import wait_until
 
     job = launch(TRAINER, 1000)
     assert wait_until(lambda: "started" in told(run), 20)
@@ -134,10 +130,7 @@ def test_stop_before_the_time_limit_is_requeued_and_a_cancelled_job_is_not(
 
 
 @pytest.mark.req("C13")
-def test_job_that_may_not_be_requeued_has_a_successor(
-    lab: "SlurmLab", run: RunFolder, launch: Launch
-) -> None:
-    from tests.slurm.conftest import wait_until
+def test_job_that_may_not_be_requeued_has_a_successor(lab: SlurmLab, run: RunFolder, launch: Launch) -> None:
 
     job = launch(TRAINER, 10)
     lab.run("scontrol", "update", f"JobId={job}", "Requeue=0")
@@ -152,7 +145,7 @@ def test_job_that_may_not_be_requeued_has_a_successor(
 
 @pytest.mark.parametrize("how", ["together", "one early", "before the others listen"])
 def test_wrong_configuration_is_never_tried_again(
-    lab: "SlurmLab", run: RunFolder, launch: Launch, how: str
+    lab: SlurmLab, run: RunFolder, launch: Launch, how: str
 ) -> None:
     # The other ranks are ended by srun in the later cases, and srun itself leaves with 143.
     others = {"together": "", "one early": "trap '' TERM; sleep 1;", "before the others listen": "sleep 20;"}
@@ -164,9 +157,7 @@ def test_wrong_configuration_is_never_tried_again(
     assert the_state(run) is RunState.failed
 
 
-def test_crashes_are_restarted_in_the_job_and_bounded(
-    lab: "SlurmLab", run: RunFolder, launch: Launch
-) -> None:
+def test_crashes_are_restarted_in_the_job_and_bounded(lab: SlurmLab, run: RunFolder, launch: Launch) -> None:
     job = launch('#!/bin/bash\n[ "$SLURM_PROCID" = 1 ] && kill -9 $$\nsleep 20\n', max_restarts=1)
     lab.wait_for_state(job, {"FAILED"}, 40)
     assert told(run) == ["submitted", "restarted", "failed"]
@@ -175,8 +166,7 @@ def test_crashes_are_restarted_in_the_job_and_bounded(
     assert attempts == {"r0", "r0-1"}
 
 
-def test_lost_job_is_lost_and_not_running_for_ever(lab: "SlurmLab", run: RunFolder, launch: Launch) -> None:
-    from tests.slurm.conftest import wait_until
+def test_lost_job_is_lost_and_not_running_for_ever(lab: SlurmLab, run: RunFolder, launch: Launch) -> None:
 
     job = launch("#!/bin/bash\nsleep 100\n")
     assert wait_until(lambda: the_state(run) is RunState.running, 20)

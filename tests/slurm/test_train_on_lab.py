@@ -5,12 +5,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from harness import who_am_i
 from harness.command import COMMAND, wait_for_event, wait_until
+from harness.slurm_lab import SlurmLab
 from harness.toy import LOOP, MODEL, REST, write_toy_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -18,9 +18,6 @@ from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, last_json_line, read_json_lines
 from slurm.status import RunState, RunStatus, status
 from train.data.prepare import prepare
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import SlurmLab
 
 STEPS = 600
 JOB = ["cluster=lab", "job.nodes=2", "job.ranks_per_node=2", "job.time_limit=00:05:00"]
@@ -36,7 +33,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Runs:
     """Submits toy runs as a user does, all into one folder."""
 
-    def __init__(self, lab: "SlurmLab", root: Path, tokens: Path) -> None:
+    def __init__(self, lab: SlurmLab, root: Path, tokens: Path) -> None:
         self.lab, self.root, self.tokens = lab, root, tokens
 
     def submit(self, name: str, *more: str) -> "subprocess.CompletedProcess[str]":
@@ -83,7 +80,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(lab: "SlurmLab", tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Runs:
+def runs(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Runs:
     return Runs(lab, tmp_path_factory.mktemp("runs"), tokens)
 
 
@@ -179,7 +176,7 @@ def test_a_run_whose_job_was_cancelled_before_it_began_is_not_running_for_ever(r
 
 
 @pytest.mark.req("C4", "D3")
-def test_mpirun_spans_the_nodes_of_an_allocation(lab: "SlurmLab", tmp_path: Path) -> None:
+def test_mpirun_spans_the_nodes_of_an_allocation(lab: SlurmLab, tmp_path: Path) -> None:
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     command = [mpirun, "--allow-run-as-root", "-H", "n1:2,n2:2", "-n", "4", sys.executable, who_am_i.__file__]
     script = f"export OMP_NUM_THREADS=1\n{shlex.join(command)}"
@@ -200,7 +197,7 @@ def test_mpirun_spans_the_nodes_of_an_allocation(lab: "SlurmLab", tmp_path: Path
 
 @pytest.mark.req("C4")
 @pytest.mark.parametrize("distribution", ["block", "arbitrary"])
-def test_srun_starts_ranks_that_find_each_other(lab: "SlurmLab", tmp_path: Path, distribution: str) -> None:
+def test_srun_starts_ranks_that_find_each_other(lab: SlurmLab, tmp_path: Path, distribution: str) -> None:
     """With an arbitrary order rank 0 is not on the first node; two steps at once do not meet each other."""
     step = f"srun --overlap {shlex.join([sys.executable, who_am_i.__file__])}"
     script = f"export OMP_NUM_THREADS=1\n{step} & {step} & wait"

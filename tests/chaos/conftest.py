@@ -1,0 +1,14 @@
+"""Tests in this folder break things at random for minutes; `make chaos` runs them."""
+
+from pathlib import Path
+
+import pytest
+from harness.slurm_lab import clean_lab, lab, slurm_packages
+
+__all__ = ["clean_lab", "lab", "slurm_packages"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.chaos)
