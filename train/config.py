@@ -60,6 +60,8 @@ class RunConfig:
     name: str = "${model.name}"
     root: str = "runs"
     resume: Resume = Resume.auto
+    init_from: str | None = None
+    """Folder of a Hugging Face Llama to start from, instead of random weights; a checkpoint of the run goes first."""
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -254,6 +256,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def _finish(config: TrainConfig) -> TrainConfig:
     # A job runs in its code snapshot: a path must mean the same there as where the user typed it.
     config.run.root = str(Path(config.run.root).expanduser().absolute())
+    if config.run.init_from is not None:
+        config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
     config.data.prefix = str(Path(config.data.prefix).expanduser().absolute())
     config.validate()
     return config

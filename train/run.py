@@ -4,6 +4,8 @@ import os
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from train.data.loader import TokenWindows, TrainLoader, describe_change
 from train.evaluate import Evaluator
 from train.loop import Outcome, Parts, train
 from train.mesh import ParallelDims
+from train.model.hf import read_hf
 from train.model.llama import build
 from train.monitor.flops import peak_tflops
 from train.monitor.progress import ProgressLine
@@ -110,7 +113,8 @@ class Launch:
             keep_last=config.checkpoint.keep_last,
             check_owner=self.owner.check,
         )
-        self._restore(checkpoints, state)
+        if not self._restore(checkpoints, state):
+            together(control, lambda: self._import_weights(state))
         loader = together(control, lambda: self._loader(windows, state, mesh))
         together(control, lambda: self._announce(state))
 
@@ -192,21 +196,31 @@ class Launch:
         config.model.check_sequence_length(config.data.sequence_length)
         return windows, held_out
 
-    def _restore(self, checkpoints: CheckpointStore, state: TrainState) -> None:
+    def _restore(self, checkpoints: CheckpointStore, state: TrainState) -> bool:
+        """Load the newest whole checkpoint; return whether there was one."""
         newest = checkpoints.newest()
         if newest is None:
             if self._config.run.resume is Resume.required:
                 raise ConfigError(
                     f"run {checkpoints.run.name} has no checkpoint to continue from: drop run.resume=required"
                 )
-            return
-        _check_model(newest, checkpoints.manifest)
+            return False
+        _check_model(newest.model, checkpoints.manifest.model, f"the checkpoint of step {newest.step}")
         if change := describe_change(newest.data, checkpoints.manifest.data):
             raise ConfigError(
                 f"the data of run {checkpoints.run.name} is not what it was trained on so far ({change}): give back "
                 "the old data.prefix, or start another run.name"
             )
         checkpoints.load(state, newest)
+        return True
+
+    def _import_weights(self, state: TrainState) -> None:
+        if self._config.run.init_from is None:
+            return
+        folder = Path(self._config.run.init_from)
+        shape, weights = read_hf(folder)
+        _check_model(configs.compose.to_tree(shape), configs.compose.to_tree(self._config.model), str(folder))
+        state.model.load_state_dict(weights)
 
     def _loader(self, windows: TokenWindows, state: TrainState, mesh: DeviceMesh) -> TrainLoader:
         return TrainLoader(
@@ -268,14 +282,17 @@ def _changed_values(before: str, after: str) -> list[str]:
     ]
 
 
-def _check_model(saved: Manifest, wanted: Manifest) -> None:
+def _check_model(saved: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    """Raise `ConfigError` unless weights of the shape `saved`, found at `where`, fit the model `wanted`."""
     harmless = {"name", "init_std", "max_sequence_length"}
-    for key in sorted((saved.model.keys() | wanted.model.keys()) - harmless):
-        old, new = saved.model.get(key), wanted.model.get(key)
+    for key in sorted((saved.keys() | wanted.keys()) - harmless):
+        old, new = saved.get(key), wanted.get(key)
+        if key == "kv_heads":  # null means as many as heads
+            old, new = old or saved.get("heads"), new or wanted.get("heads")
         if old != new:
             raise ConfigError(
-                f"model.{key} is {new}, but the checkpoint of step {saved.step} has {old}: use the model and the "
-                "data that it was trained with, or give the new run another run.name"
+                f"model.{key} is {new}, but {where} has {old}: use the model and the data that it was trained "
+                "with, or give the new run another run.name"
             )
 
 

@@ -98,7 +98,7 @@ def test_a_node_that_loses_its_power_does_not_cost_the_run(
     lab: SlurmLab, tokens: Path, tmp_path: Path
 ) -> None:
     def submit(name: str) -> RunFolder:
-        job = ["cluster=lab", "job.nodes=2", "job.ranks_per_node=1", "job.time_limit=00:10:00"]
+        job = ["cluster=lab", "job.nodes=2", "job.ranks_per_node=1", "job.cpus_per_rank=1"]
         command = [*COMMAND, "submit", *overrides(tokens, tmp_path, name), *job]
         subprocess.run(command, env=lab.environment, check=True, timeout=60)
         return RunFolder(tmp_path / name)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, read_json_lines
 from train.data.prepare import prepare
+from train.generate import export
 
 STEPS = 40
 
@@ -155,6 +156,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     with pytest.raises(RanksError, match=sentence):
         ranks(2, train_toy, [*overrides, change])
     assert (run.config.read_text(), run.events.read_text(), run.metrics.read_text()) == before
+
+
+def test_a_run_starts_from_the_weights_of_hugging_face(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    """Exported after 4 steps and imported into a new run, the model evaluates to the same loss."""
+    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "first", "loop.steps=4", "precision=fp32"))
+    export(tmp_path / "first", tmp_path / "exported")
+    start = [f"run.init_from={tmp_path / 'exported'}", "loop.steps=1", "optim.lr=0", "precision=fp32"]
+    ranks(2, train_toy, toy_overrides(tokens, tmp_path, "second", *start))
+    one, two = (
+        [
+            line["eval_loss"]
+            for line in read_json_lines(RunFolder(tmp_path / name).metrics)
+            if "eval_loss" in line
+        ]
+        for name in ("first", "second")
+    )
+    assert one == pytest.approx(two, rel=1e-6)
+    with pytest.raises(RanksError, match=r"model.layers is 3, but \S*exported has 2"):
+        ranks(2, train_toy, toy_overrides(tokens, tmp_path, "third", *start, "model.layers=3"))
+    # From the second launch on the run's own checkpoint counts.
+    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "second", "run.init_from=/nowhere", "loop.steps=2"))
 
 
 def test_other_data_is_refused(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
