@@ -72,23 +72,15 @@ def start_process_group(joined: Joined, timeout_s: float, collective_timeout_s: 
     Raises `PeerError` that names the ranks that did not come within `timeout_s`.
     """
     world = joined.world
-    _roll_call(joined, timeout_s)
-    if torch.cuda.is_available():
-        if world.local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rank {world.rank} is number {world.local_rank} on {socket.gethostname()}, which shows it "
-                f"{torch.cuda.device_count()} GPUs: start one rank a GPU"
-            )
-        device, backend = torch.device("cuda", world.local_rank), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
+    device = _own_device(world)
+    _roll_call(joined, device, timeout_s)
     interfaces = [name for _, name in socket.if_nameindex()]
     if world.nodes == 1 and "lo" in interfaces:
         # A laptop's host name often resolves to nothing or to an interface that comes and goes.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        backend,
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        device_id=None if device.type == "cpu" else device,
         store=dist.PrefixStore("process_group", joined.store),
         rank=world.rank,
         world_size=world.size,
@@ -312,10 +304,28 @@ def _refuse_contradiction(world: World, environ: Mapping[str, str]) -> None:
         )
 
 
-def _roll_call(joined: Joined, timeout_s: float) -> None:
-    """Wait until every rank is there; name those that are not."""
+def _own_device(world: World) -> torch.device:
+    """Choose this rank's GPU: its own number on the node, or the one that the launcher shows it."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if visible > 1 and world.local_rank >= visible:
+        raise ConfigError(
+            f"rank {world.rank} is number {world.local_rank} on {socket.gethostname()}, which shows it {visible} "
+            "GPUs: start one rank a GPU"
+        )
+    # With --gpus-per-task each rank sees its own GPU alone, as number 0.
+    device = torch.device("cuda", world.local_rank if visible > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _roll_call(joined: Joined, device: torch.device, timeout_s: float) -> None:
+    """Wait until every rank is there, each with a GPU of its own; name those that are not."""
     world, store = joined.world, joined.store
-    store.set(f"here/{world.rank}", socket.gethostname())
+    gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else world.rank
+    mine = f"{socket.gethostname()} {gpu}"
+    store.set(f"here/{world.rank}", mine)
     keys = [f"here/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -325,6 +335,11 @@ def _roll_call(joined: Joined, timeout_s: float) -> None:
             f"rank {', '.join(absent) or '0'} of {world.size} did not come within {timeout_s:.0f} s: look at the "
             "first error in its log, or raise resilience.start_timeout_s"
         ) from error
+    same = [rank for rank, other in enumerate(store.multi_get(keys)) if other.decode() == mine]
+    if len(same) > 1:
+        raise ConfigError(
+            f"ranks {', '.join(map(str, same))} on {socket.gethostname()} share one GPU: start one rank a GPU"
+        )
 
 
 def _listen(loopback: bool, ports: list[int] | None = None) -> socket.socket | None:

@@ -1,5 +1,7 @@
 """Continue a text with a trained model."""
 
+import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +34,9 @@ def load_model(run: RunFolder) -> tuple[Llama, Manifest]:
     manifest = newest_whole(run)
     model = build(ModelConfig(**manifest.model), seed=0, device=torch.device("cpu"))
     tree = {"model": model.state_dict()}
-    dcp.load(tree, checkpoint_id=run.checkpoints / f"step_{manifest.step}", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: that is meant
+        dcp.load(tree, checkpoint_id=run.checkpoints / f"step_{manifest.step}", no_dist=True)
     model.load_state_dict(tree["model"])
     return model.eval(), manifest
 
@@ -61,9 +65,16 @@ def generate(folder: Path, prompt: str, *, count: int, temperature: float, top_k
 
 
 def export(run: Path, folder: Path) -> int:
-    """Write the newest whole checkpoint of a run folder in Hugging Face's layout; return its step."""
+    """Write the newest whole checkpoint of a run folder in Hugging Face's layout; return its step.
+
+    The tokenizer goes with it, unless the run was trained on bytes.
+    """
     model, manifest = load_model(RunFolder(run))
-    write_hf(folder, model.config, model.state_dict())
+    prefix = Path(read_config(RunFolder(run).config).data.prefix)
+    metadata = Metadata.read(prefix)
+    write_hf(folder, model.config, model.state_dict(), eos_id=metadata.eod_id)
+    if metadata.tokenizer != "bytes":
+        shutil.copyfile(prefix.parent / metadata.tokenizer, folder / "tokenizer.json")
     return manifest.step
 
 

@@ -1,6 +1,9 @@
 """What a finished run shows its user: how good it became, a sample, and where to look."""
 
+import shutil
+import sys
 import zlib
+from pathlib import Path
 
 from train.data.loader import TokenWindows
 from train.data.tokenizer import Tokenizer
@@ -25,7 +28,10 @@ def report(parts: Parts, evaluation: Evaluation | None) -> None:
     say(f"checkpoint  {run.checkpoints / f'step_{step}'}")
     say(f"metrics     {run.metrics}")
     if parts.config.monitor.tensorboard:
-        say(f"curves      tensorboard --logdir {run.tensorboard}")
+        # Outside an activated environment the command is not in PATH.
+        beside = Path(sys.executable).with_name("tensorboard")
+        command = "tensorboard" if shutil.which("tensorboard") or not beside.exists() else str(beside)
+        say(f"curves      {command} --logdir {run.tensorboard}")
 
 
 def _quality(evaluation: Evaluation, windows: TokenWindows, tokenizer: Tokenizer, samples: int) -> str:

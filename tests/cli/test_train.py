@@ -247,7 +247,9 @@ def test_generate_and_export_read_the_newest_checkpoint(
     done = trierarch("export", "runs/toy", "exported")
     assert done.returncode == 0, done.stderr
     model = LlamaForCausalLM.from_pretrained(tmp_path / "exported")
-    assert model.config.vocab_size == 320
+    assert (model.config.vocab_size, model.config.eos_token_id) == (320, 256)
+    exported = tmp_path / "exported"
+    assert (exported / "model.safetensors").stat().st_mode == (exported / "config.json").stat().st_mode
 
     empty = trierarch("generate", "runs/nothing")
     assert empty.returncode == ExitCode.CONFIG

@@ -62,11 +62,16 @@ def read_hf(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def write_hf(
-    folder: Path, config: ModelConfig, state_dict: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    folder: Path,
+    config: ModelConfig,
+    state_dict: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    eos_id: int | None = None,
 ) -> None:
     """Write `state_dict` (whole tensors of a `Llama`) as a LlamaForCausalLM that transformers loads.
 
-    `dtype` converts the weights, None keeps the type of each. `folder` appears whole, by one rename, and
+    `dtype` converts the weights, None keeps the type of each; `eos_id` is the token at which generation ends.
+    `folder` appears whole, by one rename, and
     must not hold anything yet. Raises `UserError` if it does, if it cannot be written, and for a state
     that does not belong to `config`.
     """
@@ -81,7 +86,7 @@ def write_hf(
             draft.mkdir()
             _write_tensors(draft, state_dict, dtype)
             stored_dtype = dtype or state_dict["embed_tokens.weight"].dtype
-            _write_json(draft / _CONFIG, _config_to(config, stored_dtype))
+            _write_json(draft / _CONFIG, _config_to(config, stored_dtype, eos_id))
             draft.rename(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
@@ -140,7 +145,7 @@ def _rope_theta(path: Path, raw: Mapping[str, Any]) -> float:
     return float(theta)
 
 
-def _config_to(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _config_to(config: ModelConfig, dtype: torch.dtype, eos_id: int | None) -> dict[str, Any]:
     dtype_name = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -167,7 +172,7 @@ def _config_to(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": dtype_name,
         # transformers' own defaults, 1 and 2, are ordinary tokens here.
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": eos_id,
     }
 
 
@@ -214,6 +219,8 @@ def _write_tensors(folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype
         }
         # Without this mark transformers 4 refuses the file.
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        # safetensors closes its files to others; these are as open as their folder.
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
     if len(shards) > 1:
         weight_map = {
             _stored_name(name): file for file, names in zip(files, shards, strict=True) for name in names
