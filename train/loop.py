@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from contract.errors import ReportedError, UserError
 from contract.run_folder import Event, RunFolder
 from train.checkpoint.store import CheckpointStore
 from train.config import TrainConfig
@@ -89,16 +90,19 @@ def train(parts: Parts) -> Outcome:
         state.tokens += global_batch_size * config.data.sequence_length
 
         last = state.step == steps
-        if last or state.step % config.loop.log_every_steps == 0:
-            loss_value = mean_over_ranks(loss)  # waits for the device, so that the clock is right
-            _log(parts, loss_value, float(grad_norm), lr, clock.step_time_s(state.step))
+        decision = parts.agreement.decide()
+        logs = last or state.step % config.loop.log_every_steps == 0
+        saves = last or decision.save or _every(config.checkpoint.every_steps, state.step)
+        if logs or saves or decision.stop:
+            _refuse_divergence(parts, float(grad_norm))  # waits for the device, so that the clock is right
+        if logs:
+            _log(parts, mean_over_ranks(loss), float(grad_norm), lr, clock.step_time_s(state.step))
             clock.restart(state.step)
         parts.progress.step(state.step)
 
-        decision = parts.agreement.decide()
         if decision.stop and not last:
             return _stop(parts)
-        if last or decision.save or _every(config.checkpoint.every_steps, state.step):
+        if saves:
             parts.checkpoints.save(state)
             parts.agreement.saved()
             clock.restart(state.step)
@@ -120,6 +124,19 @@ def evaluate(parts: Parts) -> Evaluation | None:
     if evaluation is not None and parts.recorder is not None:
         parts.recorder.log(parts.state.step, evaluation.as_metrics())
     return evaluation
+
+
+def _refuse_divergence(parts: Parts, grad_norm: float) -> None:
+    """End the run before weights that are no numbers reach a checkpoint; the norm is the same on all ranks."""
+    if math.isfinite(grad_norm):
+        return
+    steps = parts.run.published_steps()
+    newest = f"continue from step_{steps[-1]}" if steps else "start again"
+    sentence = (
+        f"training has diverged, the gradient norm is {grad_norm} at step {parts.state.step}: {newest} with a lower "
+        "optim.lr, a longer optim.warmup_steps or a smaller loop.clip_norm"
+    )
+    raise UserError(sentence) if parts.recorder is not None else ReportedError(sentence)
 
 
 def _stop(parts: Parts) -> Outcome:

@@ -20,10 +20,14 @@ def stories(tmp_path: Path) -> Path:
 
 @pytest.mark.req("A13")
 def test_jsonl_with_a_tokenizer_of_its_own(trierarch: Trierarch, tmp_path: Path, stories: Path) -> None:
-    made = trierarch("data", "prepare", str(stories), "--prefix", "tokens/a", "--train-bpe", "300", "--workers", "2")
+    made = trierarch(
+        "data", "prepare", str(stories), "--prefix", "tokens/a", "--train-bpe", "300", "--workers", "2"
+    )
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("tokens/a: 50 documents, ")
-    again = trierarch("data", "prepare", str(stories), "--prefix", "tokens/a", "--train-bpe", "300", "--workers", "1")
+    again = trierarch(
+        "data", "prepare", str(stories), "--prefix", "tokens/a", "--train-bpe", "300", "--workers", "1"
+    )
     assert "there was nothing to do" in again.stdout
     shown = trierarch("data", "info", "tokens/a")
     assert shown.returncode == 0
@@ -43,7 +47,10 @@ def test_jsonl_with_a_tokenizer_of_its_own(trierarch: Trierarch, tmp_path: Path,
         (["nothing.txt"], "nothing.txt"),
         (["stories.jsonl", "--json-key", "body"], "body"),
         (["stories.jsonl", "--tokenizer", "none.json"], "none.json"),
-        (["stories.jsonl", "--train-bpe", "300", "--tokenizer", "x.json"], "--train-bpe makes its own tokenizer"),
+        (
+            ["stories.jsonl", "--train-bpe", "300", "--tokenizer", "x.json"],
+            "--train-bpe makes its own tokenizer",
+        ),
         (["python-stdlib", "stories.jsonl"], "python-stdlib is a source of its own"),
     ],
 )

@@ -179,6 +179,21 @@ def test_a_run_starts_from_the_weights_of_hugging_face(ranks: Ranks, tokens: Pat
     ranks(1, train_toy, toy_overrides(tokens, tmp_path, "second", "run.init_from=/nowhere", "loop.steps=2"))
 
 
+@pytest.mark.req("D6")
+def test_a_run_that_diverges_stops_before_it_spoils_a_checkpoint(
+    ranks: Ranks, tokens: Path, tmp_path: Path
+) -> None:
+    overrides = toy_overrides(tokens, tmp_path, "run", "checkpoint.every_steps=1", "optim.warmup_steps=0")
+    ranks(2, train_toy, [*overrides, "loop.steps=4"])
+    run = RunFolder(tmp_path / "run")
+    wild = [*overrides, "loop.steps=60", "optim.lr=1e38", "loop.log_every_steps=1000"]
+    with pytest.raises(RanksError, match=r"training has diverged, the gradient norm is (nan|inf) at step"):
+        ranks(2, train_toy, wild)
+    for name, tensor in saved_tensors(run, tmp_path).items():
+        assert torch.isfinite(tensor.double()).all(), name
+    assert run.read_events()[-1]["reason"].startswith("training has diverged")
+
+
 def test_other_data_is_refused(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
     ranks(1, train_toy, toy_overrides(tokens, tmp_path, "run", "loop.steps=4"))
     prepare([write_toy_text(tmp_path / "more", documents=61)], tmp_path / "other", workers=1)
