@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -25,6 +26,18 @@ hypothesis.settings.load_profile("trierarch")
 def session_seed() -> int:
     """The seed that every test and every rank starts from."""
     return _SEED
+
+
+@pytest.fixture(scope="session")
+def toy_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix of token files of made-up words, byte by byte: see `harness.toy`."""
+    from harness.toy_text import write_toy_text
+
+    from train.data.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("toy")
+    prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
+    return folder / "toy"
 
 
 def pytest_report_header() -> str:

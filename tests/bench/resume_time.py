@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `harness`
 
 from harness.command import COMMAND, wait_until
-from harness.toy import LOOP, MODEL, QUIET, REST, write_toy_text
+from harness.toy import LOOP, MODEL, QUIET, REST
+from harness.toy_text import write_toy_text
 
 from contract.run_folder import Event, RunFolder, last_json_line
 from slurm.lab import Lab, LabSettings

@@ -11,27 +11,19 @@ import pytest
 import torch
 from harness.command import COMMAND, wait_until
 from harness.slurm_lab import SlurmLab
-from harness.toy import LOOP, MODEL, QUIET, REST, write_toy_text
+from harness.toy import LOOP, MODEL, QUIET, REST
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, last_json_line, read_json_lines
 from slurm.status import RunState, status
-from train.data.prepare import prepare
 
 STEPS = 1000
 KILLS = 6
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
-    return folder / "toy"
-
-
-def overrides(tokens: Path, root: Path, name: str) -> list[str]:
-    run = [f"data.prefix={tokens}", f"run.root={root}", f"run.name={name}"]
+def overrides(toy_tokens: Path, root: Path, name: str) -> list[str]:
+    run = [f"data.prefix={toy_tokens}", f"run.root={root}", f"run.name={name}"]
     return [*MODEL, *LOOP, *REST, *QUIET, *run, f"loop.steps={STEPS}", "checkpoint.every_steps=50"]
 
 
@@ -63,13 +55,13 @@ def assert_same_result(one: RunFolder, other: RunFolder, folder: Path) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.req("C13", "A22")
-def test_any_process_may_be_killed_at_any_time(tokens: Path, tmp_path: Path) -> None:
-    calm = train(overrides(tokens, tmp_path, "calm"))
+def test_any_process_may_be_killed_at_any_time(toy_tokens: Path, tmp_path: Path) -> None:
+    calm = train(overrides(toy_tokens, tmp_path, "calm"))
     assert calm.wait(timeout=300) == 0
 
     run = RunFolder(tmp_path / "stormy")
     for number in range(KILLS):
-        process = train(overrides(tokens, tmp_path, "stormy"))
+        process = train(overrides(toy_tokens, tmp_path, "stormy"))
         # Anywhere: during imports, start-up, steps, saves.
         time.sleep(random.uniform(1.0, 12.0))
         victims = descendants(process.pid)
@@ -80,7 +72,7 @@ def test_any_process_may_be_killed_at_any_time(tokens: Path, tmp_path: Path) -> 
         code = process.wait(timeout=120)
         assert code != ExitCode.CONFIG
         wait_until("all ranks to be gone", lambda left=victims: not any(is_alive(pid) for pid in left), 60)
-    last = train(overrides(tokens, tmp_path, "stormy"))
+    last = train(overrides(toy_tokens, tmp_path, "stormy"))
     assert last.wait(timeout=300) == 0
     assert_same_result(RunFolder(tmp_path / "calm"), run, tmp_path)
 
@@ -95,11 +87,11 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.timeout(900)
 @pytest.mark.req("C13", "A21", "A22")
 def test_a_node_that_loses_its_power_does_not_cost_the_run(
-    lab: SlurmLab, tokens: Path, tmp_path: Path
+    lab: SlurmLab, toy_tokens: Path, tmp_path: Path
 ) -> None:
     def submit(name: str) -> RunFolder:
         job = ["cluster=lab", "job.nodes=2", "job.ranks_per_node=1", "job.cpus_per_rank=1"]
-        command = [*COMMAND, "submit", *overrides(tokens, tmp_path, name), *job]
+        command = [*COMMAND, "submit", *overrides(toy_tokens, tmp_path, name), *job]
         subprocess.run(command, env=lab.environment, check=True, timeout=60)
         return RunFolder(tmp_path / name)
 

@@ -6,18 +6,6 @@ from pathlib import Path
 
 import pytest
 from harness.command import COMMAND, Trierarch
-from harness.toy import write_toy_text
-
-
-@pytest.fixture(scope="session")
-def toy_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token files of made-up words, byte by byte."""
-    folder = tmp_path_factory.mktemp("toy")
-    prefix = folder / "toy"
-    text = write_toy_text(folder / "text")
-    command = [*COMMAND, "data", "prepare", str(text), "--prefix", str(prefix)]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
-    return prefix
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """A run small enough for a test: a few thousand tokens and a model of some thousand parameters."""
 
-import random
 from pathlib import Path
 
 import torch
@@ -28,16 +27,6 @@ LOOP = [
 ]
 REST = ["data.sequence_length=32", "parallel.micro_batch_size=2", "optim.warmup_steps=5", "optim.lr=1e-2"]
 QUIET = ["monitor.progress=off", "monitor.tensorboard=false"]
-
-
-def write_toy_text(folder: Path, documents: int = 60) -> Path:
-    """Write a folder of small documents of made-up words; the same each time."""
-    words = random.Random(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    for index in range(documents):
-        text = " ".join(words.choice(["row", "oar", "mast", "sail", "keel"]) for _ in range(80))
-        (folder / f"{index:03}.txt").write_text(text)
-    return folder
 
 
 def toy_overrides(prefix: Path, root: Path, name: str, *more: str) -> list[str]:

@@ -8,23 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.pool import Ranks
-from harness.toy import toy_overrides, train_toy, write_toy_text
+from harness.toy import toy_overrides, train_toy
 
 from contract.run_folder import RunFolder, read_json_lines
 from train.config import TrainConfig, load_config
 from train.data.loader import TokenWindows
 from train.data.order import shuffled
-from train.data.prepare import prepare
 from train.model.llama import build
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
-    return folder / "toy"
 
 
 def bare_losses(config: TrainConfig) -> list[tuple[float, float, float]]:
@@ -60,10 +52,10 @@ def bare_losses(config: TrainConfig) -> list[tuple[float, float, float]]:
 
 @pytest.mark.req("A1", "A14", "A16", "D2")
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_losses_are_those_of_a_bare_loop(ranks: Ranks, tokens: Path, tmp_path: Path, size: int) -> None:
+def test_losses_are_those_of_a_bare_loop(ranks: Ranks, toy_tokens: Path, tmp_path: Path, size: int) -> None:
     """Accumulation over 4 / size micro-batches, all-reduce, clipping, warm-up: together one big batch."""
     overrides = toy_overrides(
-        tokens, tmp_path, "run", f"loop.steps={STEPS}", "precision=fp32", "optim.decay=constant"
+        toy_tokens, tmp_path, "run", f"loop.steps={STEPS}", "precision=fp32", "optim.decay=constant"
     )
     ranks(size, train_toy, overrides)
     lines = [line for line in read_json_lines(RunFolder(tmp_path / "run").metrics) if "loss" in line]
@@ -76,13 +68,13 @@ def test_losses_are_those_of_a_bare_loop(ranks: Ranks, tokens: Path, tmp_path: P
 
 
 @pytest.mark.req("A14")
-def test_an_evaluation_does_not_depend_on_the_ranks(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+def test_an_evaluation_does_not_depend_on_the_ranks(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
     """Bits per byte of the byte-level tokenizer are its loss in bits, end-of-document tokens aside."""
     results = []
     for size in (1, 2, 4):
         # 5 batches of 8 samples: more than the held-out windows, so that the ranks get unequal shares.
         overrides = toy_overrides(
-            tokens, tmp_path, f"on{size}", "loop.steps=1", "loop.eval_batches=5", "precision=fp32"
+            toy_tokens, tmp_path, f"on{size}", "loop.steps=1", "loop.eval_batches=5", "precision=fp32"
         )
         ranks(size, train_toy, overrides)
         (line,) = [
@@ -101,7 +93,9 @@ def test_an_evaluation_does_not_depend_on_the_ranks(ranks: Ranks, tokens: Path, 
 
 
 @pytest.mark.req("A14", "C7")
-def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
+) -> None:
     def types(overrides: list[str]) -> tuple[set[torch.dtype], set[torch.dtype]]:
         seen: set[torch.dtype] = set()
         weights: set[torch.dtype] = set()
@@ -118,7 +112,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(ranks: Ranks, tokens: P
 
     for precision, computed in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         overrides = toy_overrides(
-            tokens, tmp_path, precision, "loop.steps=1", "loop.eval_batches=0", f"precision={precision}"
+            toy_tokens, tmp_path, precision, "loop.steps=1", "loop.eval_batches=0", f"precision={precision}"
         )
         ((seen, weights),) = ranks(1, types, overrides)
         assert (seen, weights) == ({computed}, {torch.float32})

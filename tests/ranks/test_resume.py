@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness.pool import Ranks, RanksError
-from harness.toy import toy_overrides, train_toy, write_toy_text
+from harness.toy import toy_overrides, train_toy
+from harness.toy_text import write_toy_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from contract.exit_codes import ExitCode
@@ -16,13 +17,6 @@ from train.data.prepare import prepare
 from train.generate import export
 
 STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
-    return folder / "toy"
 
 
 def saved_tensors(run: RunFolder, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -62,13 +56,13 @@ def assert_same_run(one: RunFolder, other: RunFolder, tmp_path: Path) -> None:
 
 @pytest.mark.req("C13", "A22")
 @pytest.mark.parametrize(("size", "precision"), [(1, "bf16"), (2, "bf16"), (4, "fp32")])
-def test_resume_is_bitwise(ranks: Ranks, tokens: Path, tmp_path: Path, size: int, precision: str) -> None:
+def test_resume_is_bitwise(ranks: Ranks, toy_tokens: Path, tmp_path: Path, size: int, precision: str) -> None:
     stops = sorted(random.sample(range(1, STEPS - 1), 2))
     common = [f"loop.steps={STEPS}", f"precision={precision}"]
-    undisturbed = toy_overrides(tokens, tmp_path, "undisturbed", *common)
+    undisturbed = toy_overrides(toy_tokens, tmp_path, "undisturbed", *common)
     assert ranks(size, train_toy, undisturbed) == [ExitCode.FINISHED] * size
 
-    stopped = toy_overrides(tokens, tmp_path, "stopped", *common, "data.prefetch_batches=0")
+    stopped = toy_overrides(toy_tokens, tmp_path, "stopped", *common, "data.prefetch_batches=0")
     for done, stop in zip([0, *stops], stops, strict=False):
         assert ranks(size, train_toy, stopped, stop_after=stop - done - 1) == [ExitCode.STOPPED] * size
         assert RunFolder(tmp_path / "stopped").published_steps()[-1] == stop, f"stops {stops}"
@@ -83,12 +77,12 @@ def test_resume_is_bitwise(ranks: Ranks, tokens: Path, tmp_path: Path, size: int
 
 @pytest.mark.req("C13", "A13")
 def test_resume_on_another_number_of_ranks_goes_on_with_the_same_samples(
-    ranks: Ranks, tokens: Path, tmp_path: Path
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
 ) -> None:
     """Sums are added in another order, so the losses agree to rounding only; a skipped sample would show."""
     common = [f"loop.steps={STEPS}", "precision=fp32"]
-    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "one", *common))
-    changing = toy_overrides(tokens, tmp_path, "changing", *common)
+    ranks(1, train_toy, toy_overrides(toy_tokens, tmp_path, "one", *common))
+    changing = toy_overrides(toy_tokens, tmp_path, "changing", *common)
     ranks(2, train_toy, changing, stop_after=9)
     ranks(4, train_toy, changing, stop_after=9)
     ranks(1, train_toy, changing)
@@ -99,9 +93,9 @@ def test_resume_on_another_number_of_ranks_goes_on_with_the_same_samples(
 
 
 @pytest.mark.req("C13")
-def test_lost_work_is_done_again_to_the_same_metrics(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+def test_lost_work_is_done_again_to_the_same_metrics(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
     """Metrics of steps after the checkpoint belong to work that a crash lost: they must not appear twice."""
-    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=12", "checkpoint.every_steps=4")
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=12", "checkpoint.every_steps=4")
     ranks(1, train_toy, overrides)
     run = RunFolder(tmp_path / "run")
     before = losses(run)
@@ -115,8 +109,8 @@ def test_lost_work_is_done_again_to_the_same_metrics(ranks: Ranks, tokens: Path,
     dcp.FileSystemReader(newest).read_metadata()
 
 
-def test_a_failed_save_does_not_end_the_training(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
-    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=3", "checkpoint.every_steps=2")
+def test_a_failed_save_does_not_end_the_training(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=3", "checkpoint.every_steps=2")
     run = RunFolder(tmp_path / "run")
     run.create()
     # A file where the save wants to make its folder.
@@ -127,8 +121,8 @@ def test_a_failed_save_does_not_end_the_training(ranks: Ranks, tokens: Path, tmp
     assert run.published_steps() == [3]
 
 
-def test_a_step_with_nothing_whole_is_refused(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
-    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=4")
+def test_a_step_with_nothing_whole_is_refused(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=4")
     ranks(1, train_toy, overrides)
     run = RunFolder(tmp_path / "run")
     (run.checkpoints / "step_4" / "manifest.json").unlink()
@@ -147,9 +141,9 @@ def test_a_step_with_nothing_whole_is_refused(ranks: Ranks, tokens: Path, tmp_pa
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(
-    ranks: Ranks, tokens: Path, tmp_path: Path, change: str, sentence: str
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path, change: str, sentence: str
 ) -> None:
-    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=4")
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=4")
     ranks(1, train_toy, overrides)
     run = RunFolder(tmp_path / "run")
     before = (run.config.read_text(), run.events.read_text(), run.metrics.read_text())
@@ -158,12 +152,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     assert (run.config.read_text(), run.events.read_text(), run.metrics.read_text()) == before
 
 
-def test_a_run_starts_from_the_weights_of_hugging_face(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_the_weights_of_hugging_face(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
+) -> None:
     """Exported after 4 steps and imported into a new run, the model evaluates to the same loss."""
-    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "first", "loop.steps=4", "precision=fp32"))
+    ranks(1, train_toy, toy_overrides(toy_tokens, tmp_path, "first", "loop.steps=4", "precision=fp32"))
     export(tmp_path / "first", tmp_path / "exported")
     start = [f"run.init_from={tmp_path / 'exported'}", "loop.steps=1", "optim.lr=0", "precision=fp32"]
-    ranks(2, train_toy, toy_overrides(tokens, tmp_path, "second", *start))
+    ranks(2, train_toy, toy_overrides(toy_tokens, tmp_path, "second", *start))
     one, two = (
         [
             line["eval_loss"]
@@ -174,16 +170,18 @@ def test_a_run_starts_from_the_weights_of_hugging_face(ranks: Ranks, tokens: Pat
     )
     assert one == pytest.approx(two, rel=1e-6)
     with pytest.raises(RanksError, match=r"model.layers is 3, but \S*exported has 2"):
-        ranks(2, train_toy, toy_overrides(tokens, tmp_path, "third", *start, "model.layers=3"))
+        ranks(2, train_toy, toy_overrides(toy_tokens, tmp_path, "third", *start, "model.layers=3"))
     # From the second launch on the run's own checkpoint counts.
-    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "second", "run.init_from=/nowhere", "loop.steps=2"))
+    ranks(
+        1, train_toy, toy_overrides(toy_tokens, tmp_path, "second", "run.init_from=/nowhere", "loop.steps=2")
+    )
 
 
 @pytest.mark.req("D6")
 def test_a_run_that_diverges_stops_before_it_spoils_a_checkpoint(
-    ranks: Ranks, tokens: Path, tmp_path: Path
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
 ) -> None:
-    overrides = toy_overrides(tokens, tmp_path, "run", "checkpoint.every_steps=1", "optim.warmup_steps=0")
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "checkpoint.every_steps=1", "optim.warmup_steps=0")
     ranks(2, train_toy, [*overrides, "loop.steps=4"])
     run = RunFolder(tmp_path / "run")
     wild = [*overrides, "loop.steps=60", "optim.lr=1e38", "loop.log_every_steps=1000"]
@@ -194,16 +192,16 @@ def test_a_run_that_diverges_stops_before_it_spoils_a_checkpoint(
     assert run.read_events()[-1]["reason"].startswith("training has diverged")
 
 
-def test_other_data_is_refused(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
-    ranks(1, train_toy, toy_overrides(tokens, tmp_path, "run", "loop.steps=4"))
+def test_other_data_is_refused(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    ranks(1, train_toy, toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=4"))
     prepare([write_toy_text(tmp_path / "more", documents=61)], tmp_path / "other", workers=1)
     with pytest.raises(RanksError, match=r"not what it was trained on so far \(the number of documents"):
         ranks(1, train_toy, toy_overrides(tmp_path / "other", tmp_path, "run", "loop.steps=4"))
 
 
-def test_a_changed_setting_is_said_and_takes_effect(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+def test_a_changed_setting_is_said_and_takes_effect(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
     """The checkpoint holds the optimizer's settings too: they must not come back from it."""
-    overrides = toy_overrides(tokens, tmp_path, "run", "loop.steps=4")
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=4")
     ranks(1, train_toy, overrides)
     ranks(1, train_toy, [*overrides, "loop.steps=6", "optim.weight_decay=0.5"])
     started = [

@@ -11,23 +11,15 @@ import torch
 from harness import who_am_i
 from harness.command import COMMAND, wait_for_event, wait_until
 from harness.slurm_lab import SlurmLab
-from harness.toy import LOOP, MODEL, REST, write_toy_text
+from harness.toy import LOOP, MODEL, REST
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, last_json_line, read_json_lines
 from slurm.status import RunState, RunStatus, status
-from train.data.prepare import prepare
 
 STEPS = 600
 JOB = ["cluster=lab", "job.nodes=2", "job.ranks_per_node=2", "job.time_limit=00:05:00"]
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
-    return folder / "toy"
 
 
 class Runs:
@@ -80,8 +72,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Runs:
-    return Runs(lab, tmp_path_factory.mktemp("runs"), tokens)
+def runs(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory, toy_tokens: Path) -> Runs:
+    return Runs(lab, tmp_path_factory.mktemp("runs"), toy_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from contract.errors import UserError
 from contract.run_folder import Event, RunFolder, job_identity
 from train.checkpoint.manifest import Manifest, read_manifest
+from train.durable import sync_folder
 from train.state import TrainState
 
 T = TypeVar("T")
@@ -164,12 +165,3 @@ def broadcast(value: T, group: dist.ProcessGroup) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names within a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

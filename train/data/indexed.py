@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.errors import UserError
+from train.durable import sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -201,12 +202,3 @@ class IndexedWriter:
         self._bin.rename(with_ending(self.prefix, ".bin"))
         self._idx.rename(index)
         sync_folder(self.prefix.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames within a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
