@@ -26,6 +26,12 @@ class PeerError(UserError):
     exit_code: int = ExitCode.PEER_FAILED
 
 
+class SaveError(UserError):
+    """A checkpoint that had to be written could not be: a crash, since another try may help."""
+
+    exit_code: int = 1
+
+
 class ReportedError(UserError):
     """A fault that another process tells the user about; this one just ends with the code."""
 

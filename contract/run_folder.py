@@ -15,11 +15,13 @@
 Any command can tell a run's state from this folder alone.
 """
 
+import errno
 import json
 import os
 import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -140,6 +142,16 @@ class RunFolder:
         line = {"event": str(event), "time": time.time(), "job": job, "restart": restart, **fields}
         append_json_line(self.events, line)
 
+    def try_event(self, event: Event, **fields: Any) -> None:
+        """Add one line if it can be written, else say so on stderr: for news that must not end what works."""
+        try:
+            self.append_event(event, **fields)
+        except OSError as error:
+            print(
+                f"trierarch: {self.events} cannot be written ({error.strerror}): {event} {fields}",
+                file=sys.stderr,
+            )
+
     def read_events(self) -> list[dict[str, Any]]:
         """All events, oldest first; a torn last line is left out."""
         return list(read_json_lines(self.events))
@@ -162,26 +174,40 @@ class RunFolder:
 
 
 def append_json_line(path: Path, line: dict[str, Any]) -> None:
-    """Append one JSON line by one write, so that lines of several writers never mix."""
+    """Append one JSON line by one write, so that lines of several writers never mix.
+
+    A line that a full disk or a power cut has torn is closed first, else it would swallow this one. Raises
+    OSError when the line could not be written whole.
+    """
     data = (json.dumps(line) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, data)
+        size = os.fstat(descriptor).st_size
+        if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSON-lines file; a missing file has none, a torn last line is left out."""
+    """Yield the lines of a JSON-lines file; a missing file has none, torn and spoilt lines are left out."""
     try:
-        text = path.read_text()
+        text = path.read_text(errors="replace")
     except FileNotFoundError:
         return
-    for line in text.splitlines():
+    yield from _objects(text.splitlines())
+
+
+def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
-            yield json.loads(line)
+            value = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(value, dict):
+            yield value
 
 
 def last_json_line(path: Path, tail_bytes: int = 65536) -> dict[str, Any] | None:
@@ -193,11 +219,4 @@ def last_json_line(path: Path, tail_bytes: int = 65536) -> dict[str, Any] | None
             tail = file.read().decode(errors="replace")
     except FileNotFoundError:
         return None
-    for line in reversed(tail.splitlines()):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(value, dict):
-            return value
-    return None
+    return next(_objects(reversed(tail.splitlines())), None)

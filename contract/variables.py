@@ -1,9 +1,18 @@
 """Environment variables that a launcher sets for the ranks."""
 
 TERMINAL = "TRIERARCH_TERMINAL"
-"""Whether the ranks' output ends on a terminal ("1") or not ("0").
+"""Set to "1" where somebody turns marked lines (`PROGRESS_MARK`) into a live one.
 
-mpirun gives a rank a pseudo-terminal whatever its own output is, so a rank cannot find out by itself.
+A rank cannot find out by itself: mpirun gives it a pseudo-terminal whatever its own output is.
+"""
+
+PROGRESS_MARK = "\x1e"
+"""Begins each line of a rank's output that a terminal should show as one live line."""
+
+DIE_WITH_LAUNCHER = "TRIERARCH_DIE_WITH_LAUNCHER"
+"""Set to "1" where a rank must not outlive the process that started it.
+
+Ranks leave MPI before they train, so they do not notice that mpirun was killed; under Slurm the step does it.
 """
 
 MASTER_SUFFIX = "TRIERARCH_MASTER_SUFFIX"

@@ -12,10 +12,18 @@ from pathlib import Path
 # What a shell inside a job, or one started by MPI or torchrun, would leak into the next job. SLURM_CONF and
 # SLURM_CLUSTERS say which Slurm is meant; SBATCH_* overrides what the script says.
 _LEAKS = re.compile(
-    r"^(SLURM_(?!CONF$|CLUSTERS$)|SLURMD_|SBATCH_(?!CLUSTERS$)|SRUN_|SALLOC_|SQUEUE_|SACCT_|SCONTROL_|SUBMITIT_"
-    r"|PMI_|PMI2_|PMIX_|PRTE_|OMPI_(?!ALLOW_RUN_AS_ROOT)|MPI_LOCALRANKID$|TORCHELASTIC_"
+    r"^(SLURM_(?!CONF$|CLUSTERS$)|SLURMD_|SBATCH_(?!CLUSTERS$)|SRUN_|SALLOC_|SQUEUE_|SACCT_|SCONTROL_|SCANCEL_"
+    r"|SINFO_|SUBMITIT_|PMI_|PMI2_|PMIX_|PRTE_|OMPI_(?!ALLOW_RUN_AS_ROOT)|MPI_LOCALRANKID$|I_MPI_|HYDRA_|MPIR_"
+    r"|TORCHELASTIC_|TRIERARCH_(MASTER_SUFFIX|TERMINAL|DIE_WITH_LAUNCHER)$|(GOMP_CPU|KMP)_AFFINITY$"
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT)$)"
 )
+# What `--clusters` is without that option; the first one counts.
+CLUSTERS_VARIABLES = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
+# Slurm has decided, and asking again brings the same. Whatever else a command fails with (a time-out, a lost or
+# mixed-up answer), Slurm may have done what it was asked.
+_REFUSALS = re.compile(r"disabled|permission denied|not permitted|Invalid (job|user) id", re.IGNORECASE)
+_NOT_SENT = re.compile(r"Unable to contact|Connection refused")
+_DURATION = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?")
 # Nothing that is still in the queue or that runs.
 ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"}
@@ -32,9 +40,14 @@ class Answer:
     error: str
 
     @property
-    def unreachable(self) -> bool:
-        """Whether Slurm itself did not answer, so that asking again may help."""
-        return self.code is None or "Unable to contact" in self.error or "Connection refused" in self.error
+    def refused(self) -> bool:
+        """Whether Slurm said no; any other failure leaves open what it did."""
+        return self.code is not None and self.code != 0 and bool(_REFUSALS.search(self.error))
+
+    @property
+    def not_sent(self) -> bool:
+        """Whether the question certainly did not reach Slurm."""
+        return self.code != 0 and bool(_NOT_SENT.search(self.error))
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,28 @@ class JobState:
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Leave out what an enclosing job or launcher set, keep what says which Slurm is meant."""
-    return {name: value for name, value in environ.items() if not _LEAKS.match(name)}
+    kept = {name: value for name, value in environ.items() if not _LEAKS.match(name)}
+    if "SLURM_JOB_ID" in environ:  # these GPUs are that job's
+        kept.pop("CUDA_VISIBLE_DEVICES", None)
+    return kept
+
+
+def parse_duration(text: str) -> int | None:
+    """Return the seconds of one of Slurm's times, None for `UNLIMITED` and what is none.
+
+    M, M:S, H:M:S, D-H, D-H:M, D-H:M:S: see `--time` of sbatch's manual.
+    """
+    match = _DURATION.fullmatch(text)
+    if not match:
+        return None
+    days, *rest = (None if part is None else int(part) for part in match.groups())
+    parts = [part for part in rest if part is not None]
+    if any(part > 59 for part in parts[1:]):
+        return None
+    if days is None:  # minutes stand alone, or before seconds
+        parts = [0] * (len(parts) < 3) + parts
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def ask(command: Sequence[str], environ: Mapping[str, str], timeout_s: float = 5.0) -> Answer:
@@ -63,29 +97,29 @@ def ask(command: Sequence[str], environ: Mapping[str, str], timeout_s: float = 5
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def job_states(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState] | None:
+def job_states(
+    job_ids: Sequence[str], environ: Mapping[str, str], clusters: str | None = None
+) -> dict[str, JobState] | None:
     """State of each job that Slurm knows, by one squeue and at most one sacct; None if Slurm does not answer.
 
-    A job that is missing in the result is one that Slurm has forgotten or never had.
+    `clusters` is what `--clusters` of sbatch was. A job that is missing in the result is one that Slurm has
+    forgotten or never had.
     """
     if not job_ids:
         return {}
-    command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(job_ids)}"]
-    answer = ask(command, environ)
+    which = [f"--jobs={','.join(job_ids)}", *([f"--clusters={clusters}"] if clusters else [])]
+    answer = ask(["squeue", "--noheader", "--states=all", "--format=%i|%T|%r", *which], environ)
     if answer.code != 0 and "Invalid job id" not in answer.error:
         return None
     found = _parse(answer.output)
-    forgotten = [job_id for job_id in job_ids if job_id not in found]
-    return found | _from_accounting(forgotten, environ)
-
-
-def _from_accounting(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
-    if not job_ids:
-        return {}
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State"]
-    answer = ask([*command, f"--jobs={','.join(job_ids)}"], environ)
+    if found.keys() >= set(job_ids):
+        return found
+    answer = ask(
+        ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", *which], environ
+    )
     # Without accounting sacct fails, or says that every job is still pending.
-    return {job_id: state for job_id, state in _parse(answer.output).items() if state.state in ENDED}
+    ended = {job_id: state for job_id, state in _parse(answer.output).items() if state.state in ENDED}
+    return ended | found
 
 
 def _parse(output: str) -> dict[str, JobState]:

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import shlex
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ class ScriptExecutor(SlurmExecutor):
 
     def __init__(self, folder: Path, script: str, tasks: int, environ: Mapping[str, str]) -> None:
         """`folder` is submitit's own; `tasks` the number of ranks; `environ` the job's and sbatch's."""
-        super().__init__(folder)
+        try:
+            super().__init__(folder)
+        except RuntimeError as error:
+            raise UserError(
+                f"Slurm's commands are not complete here ({error}): load the site's module"
+            ) from None
         self.script = script
         self.tasks = tasks
         self.environ = clean_environment(environ)
@@ -60,6 +66,7 @@ def submit_local(folder: Path, script: Path, environ: Mapping[str, str], limit_s
     if child == 0:
         try:
             os.setsid()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the job can be stopped by it
             _close_terminal()
             with _environment(clean_environment(environ)):
                 executor = LocalExecutor(folder)

@@ -1,18 +1,12 @@
-"""Start ranks on this host, and pass a user's Ctrl-C on as a stop request."""
+"""The command that starts ranks on this host."""
 
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from contract.errors import UserError
-from contract.variables import TERMINAL
+from contract.variables import DIE_WITH_LAUNCHER
 
 
 def local_gpus() -> int:
@@ -29,7 +23,10 @@ def mpi_command(ranks: int, command: list[str]) -> tuple[list[str], dict[str, st
     One rank needs no launcher. Raises `UserError` when there is no mpirun.
     """
     cores = len(os.sched_getaffinity(0))
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks))}
+    environment = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
+        DIE_WITH_LAUNCHER: "1",
+    }
     if ranks == 1:
         return command, environment
     mpirun = _find_mpirun()
@@ -39,47 +36,6 @@ def mpi_command(ranks: int, command: list[str]) -> tuple[list[str], dict[str, st
     if ranks > cores:
         placement += ["--map-by", ":OVERSUBSCRIBE"]
     return [mpirun, "-n", str(ranks), *placement, *command], environment
-
-
-def run_in_foreground(argv: list[str], environment: dict[str, str], stop_signal: signal.Signals) -> int:
-    """Run a launcher until it ends and return its exit code.
-
-    The first Ctrl-C (or SIGTERM, or the terminal closing) asks the ranks to stop with a checkpoint, the
-    second ends them.
-    """
-    environment = {
-        **os.environ,
-        **environment,
-        TERMINAL: "1" if sys.stdout.isatty() else "0",
-        "COLUMNS": str(shutil.get_terminal_size().columns),
-    }
-    # A session of its own: the terminal's Ctrl-C would reach mpirun too, which answers by killing the ranks.
-    process = subprocess.Popen(argv, env=environment, start_new_session=True, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    errors = threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
-    errors.start()
-    requests = 0
-
-    def on_signal(number: int, frame: object) -> None:
-        nonlocal requests
-        requests += 1
-        if requests == 1:
-            sys.stderr.write(
-                "\ntrierarch: stopping at the next step with a checkpoint (again: at once, without)\n"
-            )
-            process.send_signal(stop_signal)
-        else:
-            os.killpg(process.pid, signal.SIGKILL if requests > 2 else signal.SIGTERM)
-
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, on_signal) for number in handled}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    errors.join(timeout=5)
-    return code if code >= 0 else 128 - code
 
 
 def _find_mpirun() -> str:
@@ -92,26 +48,3 @@ def _find_mpirun() -> str:
             "trainer with torchrun or srun (python -m train)"
         )
     return found
-
-
-def _pass_on(stream: IO[bytes]) -> None:
-    """Copy stderr, without mpirun's banner about a rank that ended with a code: codes are our language."""
-    for chunk in without_banner(line.decode(errors="replace") for line in stream):
-        sys.stderr.write(chunk)
-        sys.stderr.flush()
-
-
-def without_banner(lines: Iterator[str]) -> Iterator[str]:
-    """Leave out mpirun's framed notice about processes that exited with a non-zero status."""
-    framed: list[str] = []
-    for line in lines:
-        rule = re.fullmatch(r"-{20,}\s*", line) is not None
-        if not framed and not rule:
-            yield line
-            continue
-        framed.append(line)
-        if rule and len(framed) > 1:
-            if "exited with non-zero status" not in "".join(framed):
-                yield from framed
-            framed = []
-    yield from framed

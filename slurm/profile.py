@@ -13,11 +13,16 @@ from enum import StrEnum
 from pathlib import Path
 
 import configs.compose
+from contract.errors import ConfigError, UserError
 from slurm.client import ask
 
-# Names a lab for commands that the lab started; its cluster name begins with this word.
+# Names a lab for commands that the lab started.
 LAB_VARIABLE = "TRIERARCH_LAB"
-LAB_CLUSTER = "lab"
+# The lab's ClusterName, which no site has.
+LAB_CLUSTER = "trierarch_lab"
+_NOT_CONFIGURED = re.compile(
+    "Could not establish a configuration source|Unable to process configuration file"
+)
 
 
 class Scheduler(StrEnum):
@@ -74,7 +79,6 @@ class Profile:
     gpu_directive: GpuDirective = GpuDirective.none
     gpu_type: str | None = None
     """For `--gres=gpu:TYPE:N`, where the site wants it."""
-    gpu_model: str | None = None
     gpus_per_node: int = 0
     cpus_per_node: int | None = None
     """Cores that the ranks of a node share; null leaves it to Slurm."""
@@ -104,7 +108,10 @@ class Profile:
 
 
 def detect(hostname: str, environ: Mapping[str, str]) -> str:
-    """Name the profile of this machine: a lab that is meant, a known site, any Slurm, the lab that is up, local."""
+    """Name the profile of this machine: a lab that is meant, a known site, any Slurm, the lab that is up, local.
+
+    Raises ConfigError if there is a Slurm that does not answer: training on a login node is no substitute.
+    """
     if _names_a_lab(environ):
         return "lab"
     for name, patterns in _host_patterns().items():
@@ -113,20 +120,26 @@ def detect(hostname: str, environ: Mapping[str, str]) -> str:
     if shutil.which("sbatch", path=environ.get("PATH")):
         cluster = _cluster_name(environ)
         if cluster is not None:
-            return "lab" if cluster.startswith(LAB_CLUSTER) else "slurm"
+            return "lab" if cluster == LAB_CLUSTER else "slurm"
     return "lab" if _default_lab() is not None else "local"
 
 
 def scheduler_environment(profile: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that point Slurm's commands at the profile's Slurm: a lab's SLURM_CONF, else none new."""
+    """Return the variables that point Slurm's commands at the profile's Slurm: a lab's SLURM_CONF, else none.
+
+    Raises ConfigError if a lab is meant and there is none.
+    """
     env = os.environ if environ is None else environ
-    if "SLURM_CONF" in env:
-        return {"SLURM_CONF": env["SLURM_CONF"]}
     if profile != "lab":
         return {}
     if env.get(LAB_VARIABLE):
         return {"SLURM_CONF": str(Path(env[LAB_VARIABLE]) / "slurm.conf")}
-    return _default_lab() or {}
+    if _names_a_lab(env):
+        return {"SLURM_CONF": env["SLURM_CONF"]}
+    found = _default_lab()
+    if found is None:
+        raise ConfigError("cluster=lab: no lab is up on this machine, run `make lab-up`")
+    return found
 
 
 def _names_a_lab(environ: Mapping[str, str]) -> bool:
@@ -136,7 +149,7 @@ def _names_a_lab(environ: Mapping[str, str]) -> bool:
         text = Path(environ["SLURM_CONF"]).read_text()
     except (KeyError, OSError, UnicodeDecodeError):
         return False
-    return re.search(rf"^ClusterName={LAB_CLUSTER}", text, re.MULTILINE | re.IGNORECASE) is not None
+    return re.search(rf"^ClusterName={LAB_CLUSTER}\s*$", text, re.MULTILINE | re.IGNORECASE) is not None
 
 
 def _host_patterns() -> dict[str, list[str]]:
@@ -147,10 +160,14 @@ def _host_patterns() -> dict[str, list[str]]:
 
 
 def _cluster_name(environ: Mapping[str, str]) -> str | None:
-    """Return the name of the cluster whose controller answers, or None."""
-    answer = ask(["scontrol", "show", "config"], environ, timeout_s=3.0)
+    """Return the name of the cluster whose controller answers, None if Slurm is not configured here."""
+    answer = ask(["scontrol", "show", "config"], environ)
     match = re.search(r"^ClusterName\s*=\s*(\S+)", answer.output, re.MULTILINE)
-    return match[1] if answer.code == 0 and match else None
+    if answer.code == 0 and match:
+        return match[1]
+    if _NOT_CONFIGURED.search(answer.error):
+        return None
+    raise ConfigError("Slurm does not answer: try again, or give cluster=local to train on this machine")
 
 
 def _default_lab() -> dict[str, str] | None:
@@ -159,4 +176,7 @@ def _default_lab() -> dict[str, str] | None:
     from slurm.lab.folder import default_folder
 
     lab = Lab(default_folder())
-    return lab.environment() if lab.is_up() else None
+    try:
+        return lab.environment() if lab.is_up() else None
+    except UserError:  # somebody else's folder has that name: it is no lab of this user
+        return None

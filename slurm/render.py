@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -11,7 +12,7 @@ from contract.errors import ConfigError
 from contract.run_folder import RunFolder
 from slurm.launch import mpi_command
 from slurm.profile import GpuDirective, Profile, Scheduler
-from slurm.settings import SubmitConfig
+from slurm.settings import OF_THE_QUEUE, SubmitConfig
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # srun waits this long for the last rank after the first one ended, so that a stuck rank can't hold the nodes.
@@ -19,10 +20,10 @@ _LAST_RANK_WAIT_S = 300
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
-def render(run: RunFolder, settings: SubmitConfig, account: str | None = None) -> str:
+def render(run: RunFolder, settings: SubmitConfig, environ: Mapping[str, str] | None = None) -> str:
     """Write the script that trains `run`: a batch script for Slurm, a shell script without it.
 
-    `account` is the one to charge. Raises ConfigError for a path or a setting that no script can carry.
+    `environ` is the submitting shell's. Raises ConfigError for a path or a setting that no script can carry.
     """
     run = RunFolder(run.path.absolute())
     _check_text("the run folder's path", str(run.path))
@@ -33,7 +34,7 @@ def render(run: RunFolder, settings: SubmitConfig, account: str | None = None) -
     exports = _exports(settings)
     options: list[str] = []
     if cluster.scheduler is Scheduler.slurm:
-        options = _options(run, settings, account)
+        options = _options(run, settings, environ or {})
         launch = _srun(run, settings)
     else:
         command, extra = mpi_command(settings.ranks_per_node, train)
@@ -67,16 +68,12 @@ def _python(cluster: Profile) -> str:
     return cluster.python or sys.executable
 
 
-def _options(run: RunFolder, settings: SubmitConfig, account: str | None) -> list[str]:
+def _options(run: RunFolder, settings: SubmitConfig, environ: Mapping[str, str]) -> list[str]:
     """Return the #SBATCH options, quoted as sbatch reads them."""
     job, cluster = settings.job, settings.cluster
     values: dict[str, object] = {
         "job-name": run.name,
-        "account": account,
-        "partition": job.partition or cluster.partition,
-        "qos": job.qos or cluster.qos,
-        "constraint": job.constraint or cluster.constraint,
-        "reservation": job.reservation or cluster.reservation,
+        **{name: settings.queue(name, environ) for name in OF_THE_QUEUE},
         "nodes": job.nodes,
         "ntasks-per-node": settings.ranks_per_node,
         "cpus-per-task": settings.cpus_per_rank,

@@ -8,15 +8,18 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from contract.run_folder import Event, RunFolder, job_identity
-from slurm.client import Answer, ask, clean_environment
+from slurm.client import Answer, ask, clean_environment, parse_duration
 
 # A controller that restarts answers again within minutes; a pre-empted job is killed long before.
 _PATIENCE_S = 300.0
 _RETRY_S = 5.0
 # KillWait is 30 s by default.
 _KILL_WAIT_S = 90.0
+_T = TypeVar("_T")
 
 
 def is_leaving() -> bool:
@@ -24,8 +27,14 @@ def is_leaving() -> bool:
 
     Pre-emption tells the ranks only, never the batch script: the controller has to be asked.
     """
-    job = _show_job(_ask_patiently(["scontrol", "show", "job", "--oneliner", _job_id()], patience_s=0.0))
+    job = _show_job(_job_id())
     return job.get("JobState", "RUNNING") != "RUNNING" or _is_preempted(job)
+
+
+def note(run: RunFolder, event: Event, **fields: Any) -> None:
+    """Append an event where that is possible: a full disk must not keep a job from coming back."""
+    with suppress(OSError):
+        run.append_event(event, **fields)
 
 
 def come_back(run: RunFolder, step: int, *, by_slurm: bool, say: Callable[[str], None]) -> str | None:
@@ -35,43 +44,67 @@ def come_back(run: RunFolder, step: int, *, by_slurm: bool, say: Callable[[str],
     cancelled does not come back.
     """
     job_id = _job_id()
-    job = _show_job(_ask_patiently(["scontrol", "show", "job", "--oneliner", job_id]))
-    if int(job.get("Restarts", 0)) > job_identity()[1]:
-        run.append_event(Event.REQUEUED, step=step, by="slurm")
+    job = _patiently(lambda: _show_job(job_id))
+    if not job:
+        return (
+            f"stopped with a checkpoint, but Slurm did not say in {_PATIENCE_S:.0f} s whether job {job_id} was "
+            "cancelled, so it is not requeued: submit the run again to continue"
+        )
+    if _is_requeued(job):
+        note(run, Event.REQUEUED, step=step, by="slurm")
         say(f"Slurm has requeued job {job_id} already")
         return None
     if _is_cancelled(job):
-        run.append_event(Event.WARNING, reason=f"job {job_id} was cancelled: it is not requeued", step=step)
+        note(run, Event.WARNING, reason=f"job {job_id} was cancelled: it is not requeued", step=step)
         say(f"job {job_id} was cancelled; submit the run again to continue")
         return None
     if by_slurm:
         # Before the call: Slurm may kill this process before it returns.
-        run.append_event(Event.REQUEUED, step=step, by="supervisor")
+        note(run, Event.REQUEUED, step=step, by="supervisor")
         leave = _TermFlag()
-        answer = _ask_patiently(["scontrol", "requeue", job_id])
-        if answer.code == 0:
+        answer = _patiently(lambda: _requeue(job_id))
+        if answer is None:
+            return (
+                f"stopped with a checkpoint, but Slurm did not say in {_PATIENCE_S:.0f} s whether it has requeued "
+                f"job {job_id}: submit the run again unless squeue shows the job"
+            )
+        if not answer.refused:
             say(f"requeued job {job_id}")
             leave.wait(_KILL_WAIT_S)
             return None
         refusal = (
             f"Slurm refused to requeue job {job_id} ({_one_line(answer)}): its script is submitted again"
         )
-        run.append_event(Event.WARNING, reason=refusal, step=step)
+        note(run, Event.WARNING, reason=refusal, step=step)
         say(refusal)
     return _submit_successor(run, step, job_id, say)
+
+
+def _requeue(job_id: str) -> Answer | None:
+    """Ask for the requeue; return Slurm's refusal, another answer if the job is requeued, None if that is unknown.
+
+    A controller may carry out what it never answered: two jobs of one run would follow from taking silence for
+    a refusal.
+    """
+    answer = _ask("scontrol", "requeue", job_id)
+    if answer.code == 0 or answer.refused:
+        return answer
+    return answer if _is_requeued(_show_job(job_id)) else None
 
 
 def _submit_successor(run: RunFolder, step: int, job_id: str, say: Callable[[str], None]) -> str | None:
     # Two jobs of one run must never write at once: the successor waits for this one's end.
     command = ["sbatch", "--parsable", f"--dependency=afterany:{job_id}", str(run.job_script)]
-    answer = _ask_patiently(command)
-    if answer.code != 0:
+    # Asked again only if Slurm never heard of it: a second successor would start beside the first.
+    answer = _patiently(lambda: None if (said := _ask(*command)).not_sent else said)
+    if answer is None or answer.code != 0:
+        why = "Slurm cannot be reached" if answer is None else _one_line(answer)
         return (
-            f"stopped with a checkpoint, but sbatch did not take the next job ({_one_line(answer)}): "
-            "submit the run again to continue"
+            f"stopped with a checkpoint, but sbatch did not take the next job ({why}): "
+            "submit the run again to continue unless squeue shows it"
         )
     successor = answer.output.strip().partition(";")[0]
-    run.append_event(Event.REQUEUED, step=step, by="supervisor", job_id=successor)
+    note(run, Event.REQUEUED, step=step, by="supervisor", job_id=successor)
     say(f"submitted job {successor}, which continues when this one has ended")
     return None
 
@@ -98,19 +131,29 @@ def _job_id() -> str:
     return job_identity()[0]
 
 
-def _ask_patiently(command: list[str], patience_s: float = _PATIENCE_S) -> Answer:
-    """Ask until Slurm answers, for `patience_s` at most: its controller may be restarting."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        answer = ask(command, clean_environment(os.environ), timeout_s=30.0)
-        if not answer.unreachable or time.monotonic() > deadline:
-            return answer
+def _ask(*command: str) -> Answer:
+    return ask(command, clean_environment(os.environ), timeout_s=30.0)
+
+
+def _patiently(question: Callable[[], _T | None]) -> _T | None:
+    """Ask until there is an answer, for a bounded time: Slurm's controller may be restarting."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (answer := question()) and time.monotonic() < deadline:
         time.sleep(_RETRY_S)
+    return answer
 
 
-def _show_job(answer: Answer) -> dict[str, str]:
-    """Return the fields of `scontrol show job --oneliner`, none if it failed."""
-    return dict(re.findall(r"(\w+)=(\S+)", answer.output)) if answer.code == 0 else {}
+def _show_job(job_id: str) -> dict[str, str]:
+    """Return the fields of `scontrol show job`, none if it failed."""
+    answer = _ask("scontrol", "show", "job", "--oneliner", job_id)
+    # The first of a name counts: a comment or a command further on may hold anything.
+    return dict(reversed(re.findall(r"(\w+)=(\S+)", answer.output))) if answer.code == 0 else {}
+
+
+def _is_requeued(job: dict[str, str]) -> bool:
+    """Whether the job waits for its next start, or is already past it; it was running when this process began."""
+    waits = job.get("JobState", "").startswith(("PENDING", "REQUEUE", "SPECIAL_EXIT"))
+    return waits or int(job.get("Restarts", 0)) > job_identity()[1]
 
 
 def _is_preempted(job: dict[str, str]) -> bool:
@@ -126,17 +169,8 @@ def _is_cancelled(job: dict[str, str]) -> bool:
     """
     if job.get("JobState", "RUNNING") in ("RUNNING", "CONFIGURING", "SUSPENDED") or _is_preempted(job):
         return False
-    limit_s = _seconds(job.get("TimeLimit", ""))
-    return limit_s is None or (_seconds(job.get("RunTime", "")) or 0) < limit_s
-
-
-def _seconds(duration: str) -> int | None:
-    """Return the seconds of Slurm's `[D-]HH:MM:SS`, None for `UNLIMITED` and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", duration)
-    if not match:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    limit_s = parse_duration(job.get("TimeLimit", ""))
+    return limit_s is None or (parse_duration(job.get("RunTime", "")) or 0) < limit_s
 
 
 def _one_line(answer: Answer) -> str:

@@ -1,7 +1,6 @@
 """The submit configuration: which cluster, and how much of it for how long."""
 
 import os
-import re
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -9,9 +8,12 @@ from dataclasses import dataclass, field
 
 import configs.compose
 from contract.errors import ConfigError
-from slurm.profile import Profile, Scheduler, detect
+from slurm.client import parse_duration
+from slurm.profile import GpuDirective, Profile, Scheduler, detect
+from slurm.supervise import STOP_SIGNALS
 
-_TIME_LIMIT = re.compile(r"^(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})$")
+# What a site charges and queues a job by.
+OF_THE_QUEUE = ("account", "partition", "qos", "constraint", "reservation")
 
 
 @dataclass
@@ -24,7 +26,7 @@ class JobConfig:
     cpus_per_rank: int | None = None
     """Null is an equal share of the node's cores."""
     time_limit: str | None = None
-    """HH:MM:SS or D-HH:MM:SS."""
+    """HH:MM:SS, D-HH:MM:SS, or another form that sbatch takes: 90 is minutes."""
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
@@ -48,7 +50,8 @@ class SubmitConfig:
     @property
     def ranks_per_node(self) -> int:
         """Ranks on each node."""
-        return self.job.ranks_per_node or self.cluster.ranks_per_node or self.cluster.gpus_per_node or 1
+        asked = (self.job.ranks_per_node, self.cluster.ranks_per_node, self.cluster.gpus_per_node or 1)
+        return next(number for number in asked if number is not None)
 
     @property
     def cpus_per_rank(self) -> int | None:
@@ -75,12 +78,26 @@ class SubmitConfig:
         ):
             _require(value > 0, f"{name}={value}: must be above 0")
         _require(job.max_restarts >= 0, f"job.max_restarts={job.max_restarts}: must not be below 0")
+        _require(cluster.stop_lead_s >= 0, f"cluster.stop_lead_s={cluster.stop_lead_s}: must not be below 0")
+        _require(
+            cluster.stop_signal in STOP_SIGNALS,
+            f"cluster.stop_signal={cluster.stop_signal}: srun and mpirun pass on only {' and '.join(STOP_SIGNALS)}",
+        )
         _require(
             seconds > cluster.stop_lead_s,
             f"the time limit {self.time_limit} is not above cluster.stop_lead_s={cluster.stop_lead_s}: "
             "give the job more time, or a shorter lead",
         )
         gpus = cluster.gpus_per_node
+        asks = cluster.gpu_directive is not GpuDirective.none
+        _require(
+            not asks or gpus > 0,
+            f"cluster.gpu_directive={cluster.gpu_directive} asks for no GPU: give cluster.gpus_per_node=N too",
+        )
+        _require(
+            asks or cluster.gpu_type is None,
+            f"cluster.gpu_type={cluster.gpu_type} is not asked for: give cluster.gpu_directive=gres too",
+        )
         _require(
             not gpus or self.ranks_per_node <= gpus,
             f"job.ranks_per_node={self.ranks_per_node}: {cluster.name} has {gpus} GPUs a node, "
@@ -95,32 +112,31 @@ class SubmitConfig:
         if cluster.scheduler is Scheduler.local:
             self._validate_local()
         _require(
-            not cluster.account_required or bool(self.account(environ)),
+            not cluster.account_required or bool(self.queue("account", environ)),
             f"{cluster.name} needs an account: give job.account=YOUR_PROJECT",
         )
 
-    def account(self, environ: Mapping[str, str]) -> str | None:
-        """The account to charge: the job's, the profile's, else the one that the user's shell names."""
-        return self.job.account or self.cluster.account or environ.get("SBATCH_ACCOUNT")
+    def queue(self, name: str, environ: Mapping[str, str]) -> str | None:
+        """The `account` to charge, `partition`, ...: the job's, the profile's, else the user's shell's SBATCH_*."""
+        return getattr(self.job, name) or getattr(self.cluster, name) or environ.get(f"SBATCH_{name.upper()}")
 
     def _validate_local(self) -> None:
         _require(
             self.job.nodes == 1, f"job.nodes={self.job.nodes}: without Slurm there is one node, this one"
         )
-        for name in ("account", "partition", "qos", "constraint", "reservation", "exclude"):
-            value = getattr(self.job, name)
-            _require(value is None, f"job.{name}={value}: there is no Slurm here that could honour it")
+        of_job, of_cluster = ("exclude",), ("memory", "exclusive", "sbatch_lines")
+        asked = {f"job.{name}": getattr(self.job, name) for name in (*OF_THE_QUEUE, *of_job)}
+        asked |= {f"cluster.{name}": getattr(self.cluster, name) for name in (*OF_THE_QUEUE, *of_cluster)}
+        for key, value in asked.items():
+            _require(not value, f"{key}={value}: there is no Slurm here that could honour it")
 
 
 def parse_time_limit(key: str, text: str) -> int:
-    """Return the seconds of `HH:MM:SS` or `D-HH:MM:SS`; raises ConfigError, naming `key`, for anything else."""
-    match = _TIME_LIMIT.match(text)
-    if match:
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-        if minutes < 60 and seconds < 60 and total > 0:
-            return total
-    raise ConfigError(f"{key}={text}: write a time limit as HH:MM:SS or D-HH:MM:SS, like 12:00:00")
+    """Return the seconds of a time limit in Slurm's words; raises ConfigError, naming `key`, for anything else."""
+    seconds = parse_duration(text)
+    if not seconds:
+        raise ConfigError(f"{key}={text}: write a time limit as HH:MM:SS or D-HH:MM:SS, like 12:00:00")
+    return seconds
 
 
 def load_submit(overrides: Sequence[str], environ: Mapping[str, str] | None = None) -> SubmitConfig:

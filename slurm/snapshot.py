@@ -52,15 +52,17 @@ def _swap(fresh: Path, target: Path) -> None:
 
 
 def _names(source: Path) -> Iterator[Path]:
-    """Yield the files to copy, relative to `source`: of a git checkout what git knows or would add."""
-    listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed is None:
+    """Yield the files to copy, relative to `source`: of a git checkout what git knows, and the packages' new files."""
+    tracked = _git(source, "ls-files", "-z", "--cached")
+    added = _git(source, "ls-files", "-z", "--others", "--exclude-standard", "--", *PACKAGES)
+    if tracked is None or added is None:
         found = (path.relative_to(source) for package in PACKAGES for path in (source / package).rglob("*"))
         yield from (path for path in found if "__pycache__" not in path.parts)
         return
-    for name in filter(None, listed.split("\0")):
+    for name in filter(None, (tracked + added).split("\0")):
         path = Path(name)
-        if len(path.parts) == 1 or path.parts[0] in PACKAGES:
+        # Names and passwords live in .env, and run folders are shared.
+        if (len(path.parts) == 1 or path.parts[0] in PACKAGES) and path.name != ".env":
             yield path
 
 

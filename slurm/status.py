@@ -17,7 +17,7 @@ from typing import Any
 
 from contract.run_folder import HAND_STARTED, Event, RunFolder
 from slurm.client import JobState
-from slurm.job import Job, ask_slurm, is_over, newest_job
+from slurm.job import Job, ask_slurm, is_over, job_folder, newest_job
 
 # A run outside any job is taken to be alive this long after its last sign of life.
 _SILENCE_S = 600.0
@@ -32,6 +32,7 @@ _WAITING = (
     "SPECIAL_EXIT",
     "RESV_DEL_HOLD",
 )
+_ALIVE = ("RUNNING", "SUSPENDED", "RESIZING")
 _ENDING = ("COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED")
 
 
@@ -68,7 +69,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class _Story:
-    """What a run folder tells."""
+    """What a run folder tells; `events` are those since the last submission."""
 
     run: RunFolder
     events: list[dict[str, Any]]
@@ -116,10 +117,10 @@ def status(root: Path, now: float | None = None) -> list[RunStatus]:
     """
     moment = time.time() if now is None else now
     stories = [_read(run, moment) for run in find_runs(root)]
-    by_slurm: dict[str | None, list[Job]] = defaultdict(list)
+    by_slurm: dict[tuple[str | None, str | None], list[Job]] = defaultdict(list)
     for story in stories:
         if story.job is not None and not story.job.is_local:
-            by_slurm[story.job.slurm_conf].append(story.job)
+            by_slurm[story.job.slurm_conf, story.job.clusters].append(story.job)
     answers: dict[Job, JobState | None] = {}
     for jobs in by_slurm.values():
         answers |= ask_slurm(jobs) or {}
@@ -140,10 +141,18 @@ def _is_run(path: Path) -> bool:
 
 
 def _read(run: RunFolder, now: float) -> _Story:
-    events = run.read_events()
+    events = _since_submission(run.read_events())
     signs = [path for path in (run.events, run.metrics, *_children(run.heartbeat)) if path.exists()]
     newest = max((path.stat().st_mtime for path in signs), default=None)
     return _Story(run, events, newest_job(run, events), None if newest is None else max(0.0, now - newest))
+
+
+def _since_submission(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out how earlier submissions ended, and that a second trainer of the run was turned away."""
+    last = max(
+        (index for index, event in enumerate(events) if event.get("event") == Event.SUBMITTED), default=0
+    )
+    return [event for event in events[last:] if not event.get("refused")]
 
 
 def _children(folder: Path) -> list[Path]:
@@ -171,6 +180,9 @@ def _state(story: _Story, answers: Mapping[Job, JobState | None]) -> tuple[RunSt
     job = story.job
     if job is None:
         return _without_job(story)
+    if job.is_elsewhere:
+        state, reason = _without_job(story)
+        return state, f"{reason}; on {job.host}" if reason else f"on {job.host}"
     if job.is_local:
         return _alive(story) if job.is_running_here() else _ended(story, "its process has ended")
     if job not in answers:
@@ -186,7 +198,11 @@ def _state(story: _Story, answers: Mapping[Job, JobState | None]) -> tuple[RunSt
         return (RunState.requeued if story.has_begun else RunState.queued), found.reason
     if found.state in _ENDING:
         return _ending(story)
-    return _alive(story, "suspended" if found.state == "SUSPENDED" else "")
+    if found.state in _ALIVE:
+        return _alive(story, "" if found.state == "RUNNING" else found.state.lower())
+    state, reason = _without_job(story)
+    word = f"Slurm says {found.state}"
+    return state, f"{reason}; {word}" if reason else word
 
 
 def _alive(story: _Story, reason: str = "") -> tuple[RunState, str]:
@@ -220,7 +236,22 @@ def _ended(story: _Story, how: str, cancelled: bool = False) -> tuple[RunState, 
         return told
     if cancelled:
         return RunState.stopped, how
-    return RunState.lost, f"{how} and the run left no word: submit it again to continue"
+    return (
+        RunState.lost,
+        f"{how} and the run left no word{_where_to_look(story)}: submit it again to continue",
+    )
+
+
+def _where_to_look(story: _Story) -> str:
+    run, job = story.run, story.job
+    if job is None:
+        return ""
+    log = (
+        job_folder(run) / f"{job.job_id}_0_log.err" if job.is_local else run.logs / f"{job.job_id}.batch.log"
+    )
+    if log.exists():
+        return f", read {log}"
+    return "" if job.is_local else f" and no log, is {run.path} the same folder on the compute nodes?"
 
 
 def _by_last_event(story: _Story) -> tuple[RunState, str] | None:

@@ -1,19 +1,28 @@
 """Submit one run: run folder, code snapshot, script, sbatch; then return."""
 
+import errno
 import fcntl
 import os
 import shlex
+import signal
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from contract.errors import ConfigError, UserError
 from contract.run_folder import Event, RunFolder
-from slurm.job import ask_slurm, is_over, job_folder, newest_job
-from slurm.profile import Scheduler, scheduler_environment
+from slurm.client import CLUSTERS_VARIABLES
+from slurm.job import Job, ask_slurm, is_over, job_folder, newest_job
+from slurm.profile import Profile, Scheduler, scheduler_environment
 from slurm.render import render
 from slurm.settings import SubmitConfig, parse_time_limit
 from slurm.snapshot import snapshot
+from slurm.status import RunState, status
+
+# A file system that has no locks.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @dataclass(frozen=True)
@@ -23,12 +32,12 @@ class Submission:
     job_id: str | None
     run: RunFolder
     script: str
-    profile: str
+    cluster: Profile
 
     def summary(self) -> str:
-        """Say in three lines what was submitted, where to look, and how to stop it."""
-        job, stop = f"job {self.job_id} on {self.profile}", f"scancel {self.job_id}"
-        if self.profile == Scheduler.local:
+        """Say what was submitted, where to look, how to stop it, and what of the profile is not known to work."""
+        job, stop = f"job {self.job_id} on {self.cluster.name}", f"scancel {self.job_id}"
+        if self.cluster.scheduler is Scheduler.local:
             job = (
                 f"process {self.job_id} on this machine, as no Slurm answers here or cluster=local was given"
             )
@@ -37,6 +46,7 @@ class Submission:
             f"run {self.run.name}: {job}\n"
             f"look:  trierarch status {shlex.quote(str(self.run.path))}, logs in {self.run.logs}\n"
             f"stop:  {stop}  (it saves first; submit the run again to continue)"
+            + (f"\nnote:  {'; '.join(self.cluster.unverified)}" if self.cluster.unverified else "")
         )
 
 
@@ -53,12 +63,12 @@ def submit(
     refuses. A dry run writes nothing and returns the script.
     """
     env = dict(os.environ if environ is None else environ)
-    env |= scheduler_environment(settings.cluster.name, env)
     run = RunFolder(run.path.absolute())
     check_stop_signal(train_config_yaml, settings.cluster.stop_signal)
-    script = render(run, settings, settings.account(env))
+    script = render(run, settings, env)
     if dry_run:
-        return Submission(None, run, script, settings.cluster.name)
+        return Submission(None, run, script, settings.cluster)
+    env |= scheduler_environment(settings.cluster.name, env)
     try:
         run.create()
         with _one_at_a_time(run):
@@ -67,21 +77,25 @@ def submit(
             snapshot(run)
             _write(run, "job.sbatch", script)
             run.failed.unlink(missing_ok=True)
-            job_id = _start(run, script, settings, env)
-            run.append_event(
-                Event.SUBMITTED,
-                job_id=job_id,
-                profile=settings.cluster.name,
-                nodes=settings.job.nodes,
-                ranks=settings.job.nodes * settings.ranks_per_node,
-                slurm_conf=env.get("SLURM_CONF"),
-            )
+            with _not_interrupted():
+                job_id = _start(run, script, settings, env)
+                run.append_event(
+                    Event.SUBMITTED,
+                    job_id=job_id,
+                    profile=settings.cluster.name,
+                    scheduler=settings.cluster.scheduler,
+                    host=socket.gethostname(),
+                    nodes=settings.job.nodes,
+                    ranks=settings.job.nodes * settings.ranks_per_node,
+                    slurm_conf=env.get("SLURM_CONF"),
+                    clusters=next((env[name] for name in CLUSTERS_VARIABLES if env.get(name)), None),
+                )
     except OSError as error:
         where = error.filename or run.path
         raise UserError(
             f"the run folder cannot be written ({where}: {error.strerror}): set run.root"
         ) from error
-    return Submission(job_id, run, script, settings.cluster.name)
+    return Submission(job_id, run, script, settings.cluster)
 
 
 def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
@@ -90,15 +104,16 @@ def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
     if job is None:
         return
     if job.is_local:
-        if job.is_running_here():
+        if job.is_running_here() or (job.is_elsewhere and _seems_alive(run)):
+            where = f" on {job.host}" if job.is_elsewhere else ""
             raise UserError(
-                f"run {run.name} is running already as process {job.job_id}: stop it with `kill {job.job_id}`, "
-                "or give this one another run.name"
+                f"run {run.name} is running already as process {job.job_id}{where}: stop it{' there' if where else ''} "
+                f"with `kill {job.job_id}`, or give this one another run.name"
             )
         return
     answer = ask_slurm([job], environ)
     if answer is None:
-        if job.profile == "lab":  # a lab that is down took its jobs with it
+        if _was_in_a_lab_that_is_down(job):
             return
         raise UserError(
             f"Slurm does not say whether job {job.job_id} of run {run.name} still lives: try again when squeue works"
@@ -109,6 +124,18 @@ def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
             f"run {run.name} has job {job.job_id} already ({state.state.lower()}): end it with "
             f"`scancel {job.job_id}`, or give this one another run.name"
         )
+
+
+def _seems_alive(run: RunFolder) -> bool:
+    (seen,) = status(run.path)
+    return seen.state not in (RunState.finished, RunState.failed, RunState.stopped, RunState.lost)
+
+
+def _was_in_a_lab_that_is_down(job: Job) -> bool:
+    """Whether the job is gone with its lab: one that is down took its jobs with it."""
+    from slurm.lab.cluster import Lab
+
+    return job.profile == "lab" and not (job.slurm_conf and Lab(Path(job.slurm_conf).parent).is_up())
 
 
 def check_stop_signal(train_config_yaml: str, stop_signal: str) -> None:
@@ -151,4 +178,18 @@ def _one_at_a_time(run: RunFolder) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"run {run.name} is being submitted by another command: wait for it") from None
+        except OSError as error:
+            # Still there: the check for a live job, and the trainer's own for another trainer.
+            if error.errno not in _NO_LOCKS:
+                raise
         yield
+
+
+@contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """Keep Ctrl-C from coming between a job and the note of its id; sbatch, a child, inherits that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

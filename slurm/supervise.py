@@ -26,8 +26,10 @@ from typing import IO, Any
 
 from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, job_identity
-from slurm.requeue import come_back, is_leaving
+from slurm.requeue import come_back, is_leaving, note
 
+# srun and mpirun pass only these on to the ranks and do nothing else about them.
+STOP_SIGNALS = ("SIGUSR1", "SIGUSR2")
 _PR_SET_PDEATHSIG = 1
 # srun: `task 3: Exited with exit code 78`; mpirun: `Exit code: 78`.
 _RANK_CODE = re.compile(rb"^(?:srun: error: .* Exited with exit code|\s+Exit code:)\s+(\d+)$")
@@ -52,6 +54,8 @@ class End:
     verdict: Verdict
     code: int
     reason: str
+    refused: bool = False
+    """Whether the ranks were turned away because another process trains the run."""
 
 
 def judge(code: int, events: Sequence[dict[str, Any]], rank_codes: Collection[int] = ()) -> End:
@@ -69,7 +73,7 @@ def judge(code: int, events: Sequence[dict[str, Any]], rank_codes: Collection[in
         return End(Verdict.finished, code, reason)
     for hopeless in (ExitCode.CONFIG, ExitCode.NO_PROGRESS):
         if hopeless in codes:
-            return End(Verdict.hopeless, hopeless, reason)
+            return End(Verdict.hopeless, hopeless, reason, refused=bool(failed.get("refused")))
     if Event.FINISHED in told:
         return End(Verdict.finished, ExitCode.FINISHED, reason)
     # All ranks save together before the first one leaves with 75.
@@ -122,15 +126,21 @@ class Supervisor:
             end = judge(self._start(), self.run.read_events()[before:], self._rank_codes)
             if end.verdict is Verdict.finished:
                 return 0
+            if end.refused:
+                # Not ours to mark: whoever trains the run tells how it goes.
+                self._say(end.reason)
+                return end.code
             if end.verdict is Verdict.hopeless:
                 return self._give_up(end.code, end.reason or "the training cannot go on")
-            leaving = self.stop_requested or (self.requeue != "never" and is_leaving())
-            if end.verdict is Verdict.stopped or leaving:
+            if end.verdict is Verdict.stopped or self.stop_requested:
+                return self._leave(end)
+            if self.requeue != "never" and is_leaving():
                 return self._leave(end)
             if not self._may_restart():
                 crashes = f"crashed {self._failures} times in a row without a new checkpoint"
                 return self._give_up(end.code, f"{crashes}{f', last: {end.reason}' if end.reason else ''}")
-            self.run.append_event(
+            note(
+                self.run,
                 Event.RESTARTED,
                 code=end.code,
                 reason=end.reason,
@@ -151,27 +161,24 @@ class Supervisor:
         command = [self._fill(word) for word in self.command]
         self._say("starting: " + " ".join(command))
         try:
-            with self._output() as output:
-                return self._run_once(command, output)
+            output = self._output()
+            # A session of its own: a terminal's Ctrl-C and hang-up come from here, once.
+            child = self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
         except OSError as error:
-            self._say(f"cannot start {command[0]}: {error.strerror}")
+            self._say(f"cannot start {command[0]}: {error.strerror} ({error.filename})")
             return 127
-
-    def _run_once(self, command: Sequence[str], output: IO[bytes]) -> int:
-        # A session of its own: a terminal's Ctrl-C and hang-up come from here, once.
-        self._child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        reader = threading.Thread(target=self._read_errors, args=(self._child.stderr, output), daemon=True)
+        reader = threading.Thread(target=self._read_errors, args=(child.stderr, output), daemon=True)
         reader.start()
         if self.stop_requested:
             self._forward()
-        code = self._child.wait()
+        code = child.wait()
         self._child = None
         # A process that got away may hold the pipe open.
         reader.join(timeout=5)
@@ -179,12 +186,16 @@ class Supervisor:
         return code
 
     def _read_errors(self, stream: IO[bytes], output: IO[bytes]) -> None:
-        """Pass the launcher's messages on, and note the ranks' exit codes that it reports."""
+        """Pass the launcher's messages on, and note the ranks' exit codes that it reports.
+
+        Reads to the end whatever becomes of the output: a launcher that nobody reads blocks for ever.
+        """
         for line in stream:
             self._rank_codes.update(int(match) for match in _RANK_CODE.findall(line.rstrip()))
-            with suppress(ValueError):  # closed: the step is over
+            with suppress(OSError):  # the disk is full
                 output.write(line)
-                output.flush()
+        with suppress(OSError):
+            output.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stop_requested = True
@@ -212,7 +223,7 @@ class Supervisor:
         """End this job after a stop request; under Slurm see to it that the run comes back."""
         if end.verdict is Verdict.crashed:
             said = f"the training crashed (code {end.code}) while it was asked to stop"
-            self.run.append_event(Event.WARNING, reason=said, step=self._newest_step())
+            note(self.run, Event.WARNING, reason=said, step=self._newest_step())
         if self.requeue == "never":
             self._say("stopped on request; submit the run again to continue")
             return ExitCode.STOPPED
@@ -229,23 +240,19 @@ class Supervisor:
     def _idle_requeues(self) -> int:
         """Count the requeues since the last submission that found the newest checkpoint where it is now."""
         jobs: set[tuple[Any, Any]] = set()
+        newest = self._newest_step()
         for event in self.run.read_events():
             if event.get("event") == Event.SUBMITTED:
                 jobs.clear()
-            elif event.get("event") == Event.REQUEUED and event.get("step") == self._newest_step():
+            elif event.get("event") == Event.REQUEUED and event.get("step") == newest:
                 jobs.add((event.get("job"), event.get("restart")))
         return len(jobs)
 
     def _give_up(self, code: int, reason: str) -> int:
         text = f"Exit code {code}: {reason.strip().rstrip('.')}; read {self._logs()}."
-        if code == ExitCode.CONFIG and self.run.owner.exists():
-            # Our ranks were refused because somebody else trains this run: it is not ours to mark.
-            self._say(text)
-            return code
-        self.run.mark_failed(text)
-        self.run.append_event(
-            Event.FAILED, code=code, reason=reason, by="supervisor", step=self._newest_step()
-        )
+        with suppress(OSError):  # the disk is full
+            self.run.mark_failed(text)
+        note(self.run, Event.FAILED, code=code, reason=reason, by="supervisor", step=self._newest_step())
         self._say(text)
         return code
 
@@ -261,16 +268,17 @@ class Supervisor:
         return max(self.run.published_steps(), default=-1)
 
     def _output(self) -> IO[bytes]:
-        """Open the file for the command's output: the log, else this process's own output."""
+        """Open the file for the command's output, unbuffered: the log, else this process's own output."""
         if self.log:
-            return Path(self._fill(self.log)).open("ab")
-        return os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+            return Path(self._fill(self.log)).open("ab", buffering=0)
+        return os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
 
     def _fill(self, word: str) -> str:
         return word.replace("{job}", self._job).replace("{attempt}", self._attempt)
 
     def _say(self, text: str) -> None:
-        print(f"supervise: {text}", flush=True)
+        with suppress(OSError):  # the disk is full; print would fail again when Python ends
+            os.write(sys.stdout.fileno(), f"supervise: {text}\n".encode())
 
 
 def _die_with_parent() -> None:
@@ -285,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-restarts", type=int, default=3, help="crashes in a row without a new checkpoint"
     )
-    parser.add_argument("--stop-signal", default="SIGUSR2", choices=[name.name for name in signal.Signals])
+    parser.add_argument("--stop-signal", default="SIGUSR2", choices=STOP_SIGNALS)
     parser.add_argument("--requeue", default="never", choices=["slurm", "successor", "never"])
     parser.add_argument("--log", help="append the command's output here; {job} and {attempt} are filled in")
     parser.add_argument("--backoff-s", type=float, default=2.0, help="pause before the first restart")

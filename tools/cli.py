@@ -43,7 +43,8 @@ def train(
 ) -> None:
     """Train on this machine; Ctrl-C stops with a checkpoint and the same command continues from it."""
     from configs.compose import to_yaml
-    from slurm.launch import local_gpus, mpi_command, run_in_foreground
+    from slurm.foreground import run_in_foreground
+    from slurm.launch import local_gpus, mpi_command
     from train.config import load_config
 
     if cfg not in (None, "job"):
@@ -56,7 +57,9 @@ def train(
         print(to_yaml(config), end="")
         return
     command = [sys.executable, "-m", "train", *(overrides or [])]
-    argv, environment = mpi_command(ranks or max(1, local_gpus()), command)
+    count = ranks or max(1, local_gpus())
+    argv, environment = mpi_command(count, command)
+    print(f"run {config.run.name}: starting {count} rank{'s' * (count > 1)}", flush=True)
     stop_signal = signal.Signals[config.resilience.stop_signal]
     raise typer.Exit(run_in_foreground(argv, environment, stop_signal))
 

@@ -51,7 +51,7 @@ def prepare(
         paths, exclude, glob = [python_stdlib()], STDLIB_EXCLUDED, "**/*.py"
         shuffle_seed = 0 if shuffle_seed is None else shuffle_seed
     columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokenising", total=None)
         report = prepare_files(
             paths,

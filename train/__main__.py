@@ -1,7 +1,9 @@
 """`python -m train [--config FILE] [--cfg job] [key=value ...]`: one rank of a run."""
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -10,10 +12,10 @@ from typing import NoReturn
 import configs.compose
 from contract.errors import ReportedError, UserError
 from contract.exit_codes import ExitCode
+from contract.variables import DIE_WITH_LAUNCHER
 from train.config import load_config, read_config
 
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 CRASHED = 1
 
 
@@ -36,6 +38,8 @@ def main(arguments: list[str]) -> int:
         print(configs.compose.to_yaml(config), end="")
         return ExitCode.FINISHED
 
+    if os.environ.get(DIE_WITH_LAUNCHER) == "1":
+        _die_with_launcher()
     try:
         # The signals before the imports that take seconds: a stop asked for meanwhile must not kill the rank.
         from train.resilience.stop import StopRequest
@@ -49,12 +53,17 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"trierarch: {error}", file=sys.stderr)
         return error.exit_code
-    except Exception as error:
+    except BaseException:  # torch's CheckpointException is no Exception
         traceback.print_exc()
-        if any(sign in str(error) for sign in LOST_PEER):
-            print("trierarch: another rank is gone, see the first error in its log", file=sys.stderr)
-            return ExitCode.PEER_FAILED
         return CRASHED
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel end this process with its parent: an orphan would train on, unseen, on the user's GPU."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() == 1:  # the parent was quicker
+        _leave(CRASHED)
 
 
 def _launched_rank() -> str | None:

@@ -5,6 +5,7 @@ variables, alone. MPI is used to find the ranks and to pass rank 0's address aro
 training starts, so that no MPI progress thread or exit handler takes part in the run.
 """
 
+import json
 import os
 import re
 import socket
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from contract.errors import ConfigError, PeerError, UserError
+from contract.errors import ConfigError, PeerError, ReportedError, UserError
 from contract.variables import MASTER_SUFFIX
 
+MPI_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 PORT_CANDIDATES = 16
 CONNECT_TIMEOUT_S = 5.0
@@ -72,8 +74,8 @@ def start_process_group(joined: Joined, timeout_s: float, collective_timeout_s: 
     Raises `PeerError` that names the ranks that did not come within `timeout_s`.
     """
     world = joined.world
-    device = _own_device(world)
-    _roll_call(joined, device, timeout_s)
+    device, trouble = _own_device(world)
+    _roll_call(joined, device, trouble, timeout_s)
     interfaces = [name for _, name in socket.if_nameindex()]
     if world.nodes == 1 and "lo" in interfaces:
         # A laptop's host name often resolves to nothing or to an interface that comes and goes.
@@ -93,6 +95,8 @@ def _join_torchrun(environ: Mapping[str, str], timeout_s: float) -> Joined | Non
     if not all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return None
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        _refuse_other_launcher(rank, size, environ)
     local_size = int(environ.get("LOCAL_WORLD_SIZE", size))
     local_rank = int(environ.get("LOCAL_RANK", rank % local_size))
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
@@ -143,9 +147,9 @@ def _join_mpi(environ: Mapping[str, str], timeout_s: float) -> Joined | None:
     MPI.Init()
     try:
         comm = MPI.COMM_WORLD
-        announced = environ.get("OMPI_COMM_WORLD_SIZE") or (
-            environ.get("SLURM_STEP_NUM_TASKS") if started_by_srun else None
-        )
+        announced = next((environ[name] for name in MPI_SIZE_VARIABLES if name in environ), None)
+        if announced is None and started_by_srun:
+            announced = environ.get("SLURM_STEP_NUM_TASKS")
         if comm.size == 1:
             if announced is None or int(announced) == 1 or started_by_srun:
                 return None
@@ -257,7 +261,8 @@ def _meet(
             for port in ports:
                 if not _reaches(host, port, quick=True):
                     continue
-                with suppress(RuntimeError):
+                # A stranger's server may hang up, or answer nonsense.
+                with suppress(RuntimeError, PeerError):
                     store = _store(host, port, size, None, CONNECT_TIMEOUT_S)
                     if store.check(["token"]) and store.get("token").decode() == token:
                         store.set_timeout(timedelta(seconds=timeout_s))
@@ -295,6 +300,23 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
+def _refuse_other_launcher(rank: int, size: int, environ: Mapping[str, str]) -> None:
+    """Raise when RANK and WORLD_SIZE, set by hand, contradict what really started this process."""
+    pairs: tuple[tuple[str, str], ...] = (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    )
+    if "SLURM_STEP_ID" in environ and not any(name in environ for name in MPI_RANK_VARIABLES):
+        pairs += (("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),)
+    for rank_name, size_name in pairs:
+        told = (environ.get(rank_name), environ.get(size_name))
+        if None not in told and told != (str(rank), str(size)):
+            raise ConfigError(
+                f"RANK={rank} and WORLD_SIZE={size} are set, but the launcher says {rank_name}={told[0]} and "
+                f"{size_name}={told[1]}: unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
+
+
 def _refuse_contradiction(world: World, environ: Mapping[str, str]) -> None:
     claimed = environ.get("WORLD_SIZE")
     if claimed is not None and claimed.isdigit() and int(claimed) != world.size:
@@ -304,28 +326,36 @@ def _refuse_contradiction(world: World, environ: Mapping[str, str]) -> None:
         )
 
 
-def _own_device(world: World) -> torch.device:
-    """Choose this rank's GPU: its own number on the node, or the one that the launcher shows it."""
+def _own_device(world: World) -> tuple[torch.device, str]:
+    """Choose this rank's GPU: its own number on the node, or the one that the launcher shows it.
+
+    Returns the device and what is wrong with it, empty when nothing is.
+    """
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if Path("/dev/nvidia0").exists() and not hidden:
+            return torch.device(
+                "cpu"
+            ), "has NVIDIA GPUs that torch cannot use (driver, or a CPU build of torch?)"
+        return torch.device("cpu"), ""
     visible = torch.cuda.device_count()
-    if visible > 1 and world.local_rank >= visible:
-        raise ConfigError(
-            f"rank {world.rank} is number {world.local_rank} on {socket.gethostname()}, which shows it {visible} "
-            "GPUs: start one rank a GPU"
-        )
     # With --gpus-per-task each rank sees its own GPU alone, as number 0.
-    device = torch.device("cuda", world.local_rank if visible > 1 else 0)
+    number = world.local_rank if visible > 1 else 0
+    if number >= visible:
+        return torch.device("cuda", 0), f"shows {visible} GPUs to more than {number} ranks"
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    return device
+    return device, ""
 
 
-def _roll_call(joined: Joined, device: torch.device, timeout_s: float) -> None:
-    """Wait until every rank is there, each with a GPU of its own; name those that are not."""
+def _roll_call(joined: Joined, device: torch.device, trouble: str, timeout_s: float) -> None:
+    """Wait until every rank is there, each with a device of its own and all with the same kind.
+
+    Every rank reads the whole list and comes to the same judgement, so that none waits for one that has left.
+    """
     world, store = joined.world, joined.store
-    gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else world.rank
-    mine = f"{socket.gethostname()} {gpu}"
-    store.set(f"here/{world.rank}", mine)
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(f"here/{world.rank}", json.dumps([socket.gethostname(), device.type, gpu, trouble]))
     keys = [f"here/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -335,11 +365,24 @@ def _roll_call(joined: Joined, device: torch.device, timeout_s: float) -> None:
             f"rank {', '.join(absent) or '0'} of {world.size} did not come within {timeout_s:.0f} s: look at the "
             "first error in its log, or raise resilience.start_timeout_s"
         ) from error
-    same = [rank for rank, other in enumerate(store.multi_get(keys)) if other.decode() == mine]
-    if len(same) > 1:
-        raise ConfigError(
-            f"ranks {', '.join(map(str, same))} on {socket.gethostname()} share one GPU: start one rank a GPU"
-        )
+    sentence = judge_roll([tuple(json.loads(value)) for value in store.multi_get(keys)])
+    if sentence:
+        raise ConfigError(sentence) if world.rank == 0 else ReportedError(sentence)
+
+
+def judge_roll(roll: list[tuple[str, str, str, str]]) -> str:
+    """Say what is wrong with a list of (host, device type, GPU id, trouble) for each rank; empty if nothing."""
+    for rank, (host, _, _, trouble) in enumerate(roll):
+        if trouble:
+            return f"{host} (rank {rank}) {trouble}: start one rank a GPU, or set CUDA_VISIBLE_DEVICES= for the CPU"
+    bare = sorted({host for host, kind, _, _ in roll if kind == "cpu"})
+    if bare and any(kind != "cpu" for _, kind, _, _ in roll):
+        return f"{', '.join(bare)} shows its ranks no GPU, other nodes do: leave it out of the job"
+    first: dict[tuple[str, str], int] = {}
+    for rank, (host, _, gpu, _) in enumerate(roll):
+        if gpu and first.setdefault((host, gpu), rank) != rank:
+            return f"ranks {first[host, gpu]} and {rank} on {host} share one GPU: start one rank a GPU"
+    return ""
 
 
 def _listen(loopback: bool, ports: list[int] | None = None) -> socket.socket | None:
@@ -378,8 +421,11 @@ def _store(
 
 def _own_addresses() -> list[str]:
     """Names and addresses under which other nodes may reach this one, the likeliest first."""
-    name = socket.gethostname()
-    found = [os.environ.get("MASTER_ADDR", ""), name + os.environ.get(MASTER_SUFFIX, ""), name]
+    name, suffix = socket.gethostname(), os.environ.get(MASTER_SUFFIX, "")
+    found = [os.environ.get("MASTER_ADDR", "")]
+    if suffix:
+        found.append(name.partition(".")[0] + suffix)
+    found.append(name)
     found.append(socket.getfqdn())
     with suppress(OSError):
         found += sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})

@@ -4,7 +4,6 @@ The dataclasses carry the defaults; `configs/` carries named choices that fill t
 that a login node can check a configuration in no time.
 """
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +13,9 @@ import configs.compose
 from contract.errors import ConfigError
 from contract.run_folder import RunFolder
 from train.model.config import ModelConfig
+
+LARGEST = 1e12
+"""Bound of every number: beyond it, and for nan and inf, arithmetic further on would fail without a word."""
 
 
 class Resume(StrEnum):
@@ -47,9 +49,7 @@ class Progress(StrEnum):
     """How the run reports itself on the terminal."""
 
     auto = "auto"
-    """A live line on a terminal, a line every `log_every_steps` elsewhere."""
-    live = "live"
-    lines = "lines"
+    """A live line on the user's terminal, a line every `log_every_steps` elsewhere."""
     off = "off"
 
 
@@ -156,6 +156,8 @@ class ResilienceConfig:
     """How long the ranks wait for each other at the start."""
     collective_timeout_s: float = 600.0
     """How long a collective waits for a rank that does not come."""
+    checkpoint_timeout_s: float = 1800.0
+    """How long a save or a load waits for the slowest rank's storage."""
 
 
 @dataclass
@@ -199,13 +201,15 @@ class TrainConfig:
             ("loop.log_every_steps", self.loop.log_every_steps),
             ("resilience.start_timeout_s", self.resilience.start_timeout_s),
             ("resilience.collective_timeout_s", self.resilience.collective_timeout_s),
+            ("resilience.checkpoint_timeout_s", self.resilience.checkpoint_timeout_s),
         ):
-            _require(value > 0, f"{path}={value}: must be above 0")
+            _require(0 < value <= LARGEST, f"{path}={value}: must be above 0 and at most {LARGEST:.0e}")
         for path, number in (
             ("loop.clip_norm", self.loop.clip_norm),
             ("loop.eval_every_steps", self.loop.eval_every_steps),
             ("loop.eval_batches", self.loop.eval_batches),
             ("data.prefetch_batches", self.data.prefetch_batches),
+            ("seed", self.seed),
             ("optim.lr", self.optim.lr),
             ("optim.eps", self.optim.eps),
             ("optim.warmup_steps", self.optim.warmup_steps),
@@ -214,7 +218,7 @@ class TrainConfig:
             ("checkpoint.every_minutes", self.checkpoint.every_minutes),
             ("checkpoint.keep_last", self.checkpoint.keep_last),
         ):
-            _require(number >= 0, f"{path}={number}: must not be below 0")
+            _require(0 <= number <= LARGEST, f"{path}={number}: must be at least 0 and at most {LARGEST:.0e}")
         for path, share in (
             ("data.validation_fraction", self.data.validation_fraction),
             ("optim.beta1", self.optim.beta1),
@@ -226,6 +230,16 @@ class TrainConfig:
             ("optim.decay_fraction", self.optim.decay_fraction),
         ):
             _require(0 <= share <= 1, f"{path}={share}: must be between 0 and 1")
+        peak = self.monitor.peak_tflops
+        _require(peak is None or 0 < peak <= LARGEST, f"monitor.peak_tflops={peak}: must be above 0, or null")
+        _require(self.optim.eps > 0, "optim.eps=0: must be above 0, else an update divides by zero")
+        for path, value in (
+            ("resilience.start_timeout_s", self.resilience.start_timeout_s),
+            ("resilience.checkpoint_timeout_s", self.resilience.checkpoint_timeout_s),
+            ("data.prefetch_batches", self.data.prefetch_batches),
+        ):
+            _require(value <= 1e6, f"{path}={value}: must be at most 1e6")
+        _require(bool(self.run.root.strip()), "run.root is empty: give a folder")
         micro, total = self.parallel.micro_batch_size, self.loop.global_batch_size
         _require(
             total % micro == 0,
@@ -236,10 +250,23 @@ class TrainConfig:
             "data.validation_fraction=0 holds nothing out: set loop.eval_batches=0 too, or hold some out",
         )
         name = self.resilience.stop_signal
+        # Launchers pass these on; they answer SIGTERM and SIGINT by killing the ranks.
         _require(
-            name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP"),
-            f"resilience.stop_signal={name}: there is no such signal that can be handled, give one like SIGUSR2",
+            name in ("SIGUSR1", "SIGUSR2"),
+            f"resilience.stop_signal={name}: choose SIGUSR2, or SIGUSR1 without NCCL",
         )
+        _require(
+            self.resilience.checkpoint_timeout_s >= self.resilience.collective_timeout_s,
+            f"resilience.checkpoint_timeout_s={self.resilience.checkpoint_timeout_s} is below "
+            f"resilience.collective_timeout_s={self.resilience.collective_timeout_s}: give saves more time",
+        )
+        if self.optim.decay is Decay.wsd:
+            decay_steps = round(self.loop.steps * self.optim.decay_fraction)
+            _require(
+                self.optim.warmup_steps + decay_steps <= self.loop.steps,
+                f"optim.warmup_steps={self.optim.warmup_steps} reaches into the decay, the last {decay_steps} of "
+                f"loop.steps={self.loop.steps}: shorten one of them",
+            )
         self.model.validate()
 
 

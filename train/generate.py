@@ -1,6 +1,5 @@
 """Continue a text with a trained model."""
 
-import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from contract.errors import UserError
 from contract.run_folder import RunFolder
 from train.checkpoint.manifest import Manifest, read_manifest
+from train.checkpoint.reader import SafeReader, damage
 from train.config import read_config
 from train.data.metadata import Metadata
 from train.model.config import ModelConfig
@@ -22,21 +22,21 @@ def newest_whole(run: RunFolder) -> Manifest:
     """Return the manifest of the newest whole checkpoint of a run; raise `UserError` when there is none."""
     problem = "it has none"
     for step in reversed(run.published_steps()):
-        try:
+        found = damage(run.checkpoints / f"step_{step}")
+        if found is None:
             return read_manifest(run.checkpoints / f"step_{step}")
-        except ValueError as error:
-            problem = f"step_{step}: {error}"
+        problem = f"step_{step}: {found}"
     raise UserError(f"run folder {run.path} has no whole checkpoint to read ({problem}): train it first")
 
 
 def load_model(run: RunFolder) -> tuple[Llama, Manifest]:
     """Load the model alone of the newest whole checkpoint, on the CPU, without a process group."""
     manifest = newest_whole(run)
-    model = build(ModelConfig(**manifest.model), seed=0, device=torch.device("cpu"))
+    model = build(ModelConfig(**manifest.model), seed=None, device=torch.device("cpu"))
     tree = {"model": model.state_dict()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: that is meant
-        dcp.load(tree, checkpoint_id=run.checkpoints / f"step_{manifest.step}", no_dist=True)
+        dcp.load(tree, storage_reader=SafeReader(run.checkpoints / f"step_{manifest.step}"), no_dist=True)
     model.load_state_dict(tree["model"])
     return model.eval(), manifest
 
@@ -72,9 +72,8 @@ def export(run: Path, folder: Path) -> int:
     model, manifest = load_model(RunFolder(run))
     prefix = Path(read_config(RunFolder(run).config).data.prefix)
     metadata = Metadata.read(prefix)
-    write_hf(folder, model.config, model.state_dict(), eos_id=metadata.eod_id)
-    if metadata.tokenizer != "bytes":
-        shutil.copyfile(prefix.parent / metadata.tokenizer, folder / "tokenizer.json")
+    tokenizer = None if metadata.tokenizer == "bytes" else prefix.parent / metadata.tokenizer
+    write_hf(folder, model.config, model.state_dict(), eos_id=metadata.eod_id, tokenizer=tokenizer)
     return manifest.step
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from contract.errors import ReportedError, UserError
+from contract.errors import ReportedError, SaveError, UserError
 from contract.run_folder import Event, RunFolder
 from train.checkpoint.store import CheckpointStore
 from train.config import TrainConfig
@@ -22,6 +22,9 @@ from train.parallel.data import accumulate, mean_over_ranks
 from train.precision import autocast
 from train.resilience.stop import Agreement
 from train.state import TrainState
+
+RETRY_SAVE_S = 60.0
+"""Pause before a save that the clock asked for is tried again."""
 
 
 @dataclass
@@ -45,9 +48,8 @@ class Parts:
     """Of all devices together, FLOP/s."""
 
     def close(self) -> None:
-        """End the reader's thread, write out metrics, leave the terminal as it was."""
+        """End the reader's thread and write out metrics."""
         self.loader.close()
-        self.progress.close()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -103,8 +105,7 @@ def train(parts: Parts) -> Outcome:
         if decision.stop and not last:
             return _stop(parts)
         if saves:
-            parts.checkpoints.save(state)
-            parts.agreement.saved()
+            _save(parts, required=last)
             clock.restart(state.step)
         if not last and _every(config.loop.eval_every_steps, state.step):
             evaluate(parts)
@@ -136,14 +137,41 @@ def _refuse_divergence(parts: Parts, grad_norm: float) -> None:
         f"training has diverged, the gradient norm is {grad_norm} at step {parts.state.step}: {newest} with a lower "
         "optim.lr, a longer optim.warmup_steps or a smaller loop.clip_norm"
     )
-    raise UserError(sentence) if parts.recorder is not None else ReportedError(sentence)
+    raise _on_all_ranks(parts, UserError(sentence))
+
+
+def _on_all_ranks(parts: Parts, error: UserError) -> UserError:
+    """Return what this rank raises for an error that all ranks know of: one of them tells the user."""
+    if parts.recorder is not None:
+        return error
+    reported = ReportedError(str(error))
+    reported.exit_code = error.exit_code
+    return reported
 
 
 def _stop(parts: Parts) -> Outcome:
     if parts.recorder is not None:
-        parts.run.append_event(Event.STOP_REQUESTED, step=parts.state.step)
-    parts.checkpoints.save(parts.state)
+        parts.run.try_event(Event.STOP_REQUESTED, step=parts.state.step, signal=parts.agreement.signal)
+    _save(parts, required=True)
     return Outcome(stopped=True)
+
+
+def _save(parts: Parts, required: bool) -> None:
+    """Save; where training goes on anyway a failure costs nothing but the wait for the next try."""
+    step = parts.state.step
+    if parts.checkpoints.save(parts.state):
+        parts.agreement.saved()
+        return
+    parts.agreement.postpone(RETRY_SAVE_S)
+    if required:
+        newest = parts.checkpoints.newest_step
+        raise _on_all_ranks(
+            parts,
+            SaveError(
+                f"step {step} could not be saved (events.jsonl in {parts.run.path} says why), the newest whole "
+                f"checkpoint is {'none' if newest is None else f'step_{newest}'}: free some space, then run again"
+            ),
+        )
 
 
 def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: float) -> None:

@@ -25,7 +25,7 @@ def report(parts: Parts, evaluation: Evaluation | None) -> None:
         say(_quality(evaluation, windows, tokenizer, parts.evaluator.samples))
         say("\na sample that continues held-out text after [...]:\n")
         say(_sample(parts, windows, tokenizer) + "\n")
-    say(f"checkpoint  {run.checkpoints / f'step_{step}'}")
+    say(f"checkpoint  {run.checkpoints / f'step_{parts.checkpoints.newest_step}'}")
     say(f"metrics     {run.metrics}")
     if parts.config.monitor.tensorboard:
         # Outside an activated environment the command is not in PATH.

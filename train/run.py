@@ -1,8 +1,8 @@
 """One rank of one run: put the parts together, train, and tell how it ended."""
 
 import os
+import socket
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import configs.compose
-from contract.errors import ConfigError, ReportedError, UserError
+from contract.errors import ConfigError, PeerError, ReportedError, UserError
 from contract.exit_codes import ExitCode
 from contract.run_folder import HAND_STARTED, Event, job_identity
 from train import bootstrap
 from train.checkpoint.manifest import Manifest
-from train.checkpoint.store import CheckpointStore
+from train.checkpoint.store import CheckpointStore, broadcast
 from train.config import Resume, TrainConfig
 from train.data.loader import TokenWindows, TrainLoader, describe_change
 from train.evaluate import Evaluator
@@ -26,12 +26,12 @@ from train.mesh import ParallelDims
 from train.model.hf import read_hf
 from train.model.llama import build
 from train.monitor.flops import peak_tflops
-from train.monitor.progress import ProgressLine
+from train.monitor.progress import ProgressLine, tell
 from train.monitor.recorder import Recorder
 from train.optim.adamw import build_optimizer
 from train.parallel.data import replicate
 from train.report import report
-from train.resilience.owner import RunOwner
+from train.resilience.owner import RunOwner, RunTakenError
 from train.resilience.stop import Agreement, StopRequest
 from train.resilience.together import together
 from train.state import TrainState, seed_everything
@@ -58,13 +58,33 @@ def run_rank(
             outcome = train(parts)
         finally:
             parts.close()
-        _conclude(parts, outcome)
+        _record_end(parts, outcome)
         dist.barrier()
-    except Exception as error:
+    except torch.OutOfMemoryError as error:
+        full = UserError(
+            f"rank {world.rank} ran out of memory on {device} ({_first_sentence(error)}): lower "
+            "parallel.micro_batch_size or data.sequence_length, or take a smaller model"
+        )
+        launch.record_failure(full)
+        raise full from error
+    except BaseException as error:
+        if _is_lost_peer(error):
+            lost = PeerError(
+                f"rank {world.rank} on {socket.gethostname()} waited for another rank in vain, which is gone or stuck: "
+                "the first error in the other ranks' output says why"
+            )
+            launch.record_failure(lost)
+            raise lost from error
         launch.record_failure(error)
         raise
     finally:
         launch.owner.release()
+    if parts.recorder is not None and not outcome.stopped:
+        # The run is complete and recorded: whatever goes wrong in telling about it does not change that.
+        try:
+            report(parts, outcome.evaluation)
+        except Exception as error:
+            tell(f"the closing report failed ({type(error).__name__}: {error}), the run itself is complete")
     return ExitCode.STOPPED if outcome.stopped else ExitCode.FINISHED
 
 
@@ -90,30 +110,39 @@ class Launch:
 
     def set_up(self) -> Parts:
         """Build what the loop works with, restored from the newest checkpoint. Collective."""
-        config, device, world = self._config, self._device, self._world
-        control, saving = (_cpu_group(config.resilience.collective_timeout_s) for _ in range(2))
+        config, device, world, limits = self._config, self._device, self._world, self._config.resilience
+        control = _cpu_group(limits.collective_timeout_s)
         together(control, self._claim)
         self._claimed = True
-        together(control, self._check_shared)
+        token = broadcast(self.owner.token, control)
+        together(control, lambda: self._check_shared(token))
         windows, held_out = together(control, self._open_data)
 
         mesh = ParallelDims.of(world).build_mesh(device.type)
-        model = build(config.model, config.seed, device)
-        state = TrainState(model, build_optimizer(model, config.optim), rank=world.rank)
-        seed_everything(config.seed, world.rank)
         checkpoints = CheckpointStore(
             run=config.run_folder,
-            group=saving,
+            group=_cpu_group(limits.checkpoint_timeout_s),
             manifest=Manifest(
                 step=0,
                 world_size=world.size,
                 model=configs.compose.to_tree(config.model),
-                data=windows.fingerprint,
+                data=windows.fingerprint | _sample_order(config),
             ),
             keep_last=config.checkpoint.keep_last,
             check_owner=self.owner.check,
         )
-        if not self._restore(checkpoints, state):
+        if self._leader:
+            checkpoints.clean()
+        newest = checkpoints.newest()
+        together(control, lambda: self._check_fits(newest, checkpoints.manifest))
+        # Random weights take minutes for a large model: only where nothing replaces them.
+        fresh = newest is None and config.run.init_from is None
+        model = build(config.model, config.seed if fresh else None, device)
+        state = TrainState(model, build_optimizer(model, config.optim), rank=world.rank)
+        seed_everything(config.seed, world.rank)
+        if newest is not None:
+            together(control, lambda: checkpoints.load(state, newest))
+        elif not fresh:
             together(control, lambda: self._import_weights(state))
         loader = together(control, lambda: self._loader(windows, state, mesh))
         together(control, lambda: self._announce(state))
@@ -132,33 +161,37 @@ class Launch:
             evaluator=Evaluator(config, held_out, device, control, agreement),
             checkpoints=checkpoints,
             agreement=agreement,
-            progress=ProgressLine(config.monitor.progress, config.loop.steps, state.step, self._leader),
-            recorder=Recorder(config.run_folder, state.step, config.monitor.tensorboard)
-            if self._leader
-            else None,
+            progress=ProgressLine(config.monitor.progress, config.loop.steps, self._leader),
+            recorder=self._recorder(state) if self._leader else None,
             peak_flops=None if peak is None else peak * 1e12 * world.size,
         )
 
-    def record_failure(self, error: Exception) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Leave word of a failure in the run folder.
 
         A launch by hand that was refused leaves the run as it was; a job's supervisor wants the reason.
         """
         in_job = job_identity()[0] != HAND_STARTED
-        if not self._claimed or not (self._announced or in_job) or isinstance(error, ReportedError):
+        refused = isinstance(error, RunTakenError)
+        told = isinstance(error, ReportedError)
+        if told or not (self._announced or (in_job and (self._claimed or refused))):
             return
         code = error.exit_code if isinstance(error, UserError) else None
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         folder = self._config.run_folder
-        # The failure itself is raised on; that it could not be noted down as well must not hide it.
-        with suppress(OSError):
-            folder.append_event(Event.FAILED, rank=self._world.rank, reason=reason, code=code)
+        # `refused`: the run is another process's and well, only this launch has failed.
+        marks = {"refused": True} if refused else {}
+        folder.try_event(Event.FAILED, rank=self._world.rank, reason=reason, code=code, **marks)
 
     def _claim(self) -> None:
         """Take the run folder for this launch (rank 0)."""
         if not self._leader:
             return
         folder = self._config.run_folder
+        if self._config.run.resume is Resume.required and not folder.published_steps():
+            raise ConfigError(
+                f"run {folder.name} has no checkpoint to continue from: drop run.resume=required"
+            )
         try:
             folder.create()
             self.owner.acquire()
@@ -173,10 +206,10 @@ class Launch:
                 f"{folder.path}: choose another run.name, or drop run.resume=never to continue it"
             )
 
-    def _check_shared(self) -> None:
+    def _check_shared(self, token: str) -> None:
         """Make sure that this rank sees what rank 0 has written: shards on separate disks are no checkpoint."""
         deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
-        while not self._config.run_folder.owner.exists():
+        while not self.owner.sees(token):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{self._config.run_folder.path} is not the folder that rank 0 writes to: put run.root on storage "
@@ -196,31 +229,36 @@ class Launch:
         config.model.check_sequence_length(config.data.sequence_length)
         return windows, held_out
 
-    def _restore(self, checkpoints: CheckpointStore, state: TrainState) -> bool:
-        """Load the newest whole checkpoint; return whether there was one."""
-        newest = checkpoints.newest()
+    def _check_fits(self, newest: Manifest | None, wanted: Manifest) -> None:
+        """Check that the checkpoint to continue from belongs to this model and this data."""
+        name = self._config.run.name
         if newest is None:
-            if self._config.run.resume is Resume.required:
-                raise ConfigError(
-                    f"run {checkpoints.run.name} has no checkpoint to continue from: drop run.resume=required"
-                )
-            return False
-        _check_model(newest.model, checkpoints.manifest.model, f"the checkpoint of step {newest.step}")
-        if change := describe_change(newest.data, checkpoints.manifest.data):
+            return
+        _check_model(newest.model, wanted.model, f"the checkpoint of step {newest.step}")
+        if change := describe_change(newest.data, wanted.data):
             raise ConfigError(
-                f"the data of run {checkpoints.run.name} is not what it was trained on so far ({change}): give back "
-                "the old data.prefix, or start another run.name"
+                f"the data of run {name} is not what it was trained on so far ({change}): give back the old "
+                "data.prefix, or start another run.name"
             )
-        checkpoints.load(state, newest)
-        return True
+        for key, value in _sample_order(self._config).items():
+            if newest.data.get(key) != value:
+                raise ConfigError(
+                    f"{key}={value} differs from {newest.data.get(key)}, with which run {name} was trained so far; "
+                    "samples would be repeated or skipped: give back the old value, or start another run.name"
+                )
 
     def _import_weights(self, state: TrainState) -> None:
-        if self._config.run.init_from is None:
-            return
+        assert self._config.run.init_from is not None
         folder = Path(self._config.run.init_from)
         shape, weights = read_hf(folder)
         _check_model(configs.compose.to_tree(shape), configs.compose.to_tree(self._config.model), str(folder))
         state.model.load_state_dict(weights)
+
+    def _recorder(self, state: TrainState) -> Recorder:
+        done = state.step == self._config.loop.steps
+        return Recorder(
+            self._config.run_folder, state.step, self._config.monitor.tensorboard, redo_evaluation=done
+        )
 
     def _loader(self, windows: TokenWindows, state: TrainState, mesh: DeviceMesh) -> TrainLoader:
         return TrainLoader(
@@ -255,6 +293,7 @@ class Launch:
                 pid=os.getpid(),
                 world_size=self._world.size,
                 launcher=self._world.launcher,
+                device=_device_name(self._device),
                 changed=changes,
             )
             if state.step > 0:
@@ -266,10 +305,12 @@ class Launch:
             raise UserError(
                 f"run folder {folder.path} cannot be written ({error.strerror}): free some space"
             ) from error
+        ranks = f"{self._world.size} rank{'s' * (self._world.size > 1)}"
+        tell(f"run {folder.name}: {ranks} started by {self._world.launcher}, on {_device_name(self._device)}")
         if state.step > 0:
-            print(f"trierarch: continuing run {folder.name} from step {state.step}", flush=True)
+            tell(f"continuing run {folder.name} from step {state.step}")
             for change in changes:
-                print(f"trierarch: changed since then: {change}", flush=True)
+                tell(f"changed since then: {change}")
 
 
 def _changed_values(before: str, after: str) -> list[str]:
@@ -296,21 +337,45 @@ def _check_model(saved: dict[str, Any], wanted: dict[str, Any], where: str) -> N
             )
 
 
-def _conclude(parts: Parts, outcome: Outcome) -> None:
-    """On rank 0 leave the last event and tell the user what came out."""
+def _sample_order(config: TrainConfig) -> dict[str, Any]:
+    """What, beside the token files, decides which sample comes when."""
+    data = config.data
+    return {
+        "seed": config.seed,
+        "data.sequence_length": data.sequence_length,
+        "data.validation_fraction": data.validation_fraction,
+    }
+
+
+def _record_end(parts: Parts, outcome: Outcome) -> None:
+    """On rank 0 leave the last event and the marker."""
     if parts.recorder is None:
         return
-    step = parts.state.step
     if outcome.stopped:
-        saved = parts.run.published_steps()
-        newest = f"checkpoint step_{saved[-1]} is saved" if saved else "nothing was saved yet"
-        parts.run.append_event(Event.STOPPED, step=saved[-1] if saved else 0)
-        parts.progress.say(f"stopped after step {step}, {newest}: the same command continues")
+        saved = parts.checkpoints.newest_step
+        parts.run.append_event(Event.STOPPED, step=saved)
+        parts.progress.say(
+            f"stopped after step {parts.state.step}, checkpoint step_{saved} is saved: the same command continues"
+        )
         return
-    report(parts, outcome.evaluation)
     metrics = {} if outcome.evaluation is None else outcome.evaluation.as_metrics()
-    parts.run.append_event(Event.FINISHED, step=step, **metrics)
+    parts.run.append_event(Event.FINISHED, step=parts.state.step, **metrics)
     parts.run.mark_finished()
+
+
+def _device_name(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or too late."""
+    types = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    # gloo's errors have no type of their own; their text names its source files.
+    return isinstance(error, types) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).split(". ")[0]
 
 
 def _cpu_group(timeout_s: float) -> dist.ProcessGroup:

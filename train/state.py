@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 
 @dataclass
@@ -33,28 +37,21 @@ class TrainState:
         progress = {"step": self.step, "samples": self.samples, "tokens": self.tokens}
         return {
             "model": model,
-            "optimizer": optimizer,
+            # Hyperparameters belong to the configuration: a changed weight decay must not come back from here.
+            "optimizer": optimizer["state"],
             "progress": {name: torch.tensor(value, dtype=torch.int64) for name, value in progress.items()},
             "rng": {f"rank_{self.rank}": _rng_state()},
         }
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a tree of `state_dict`; hyperparameters of the optimizer stay as they were built."""
-        hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"]
-        )
-        # The configuration decides: a changed weight decay must not be undone by the checkpoint.
-        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            group.update(values)
+        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
+        optimizer = {"state": tree["optimizer"], "param_groups": groups}
+        set_state_dict(self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=optimizer)
         progress = {name: int(value) for name, value in tree["progress"].items()}
         self.step, self.samples, self.tokens = progress["step"], progress["samples"], progress["tokens"]
-        # A rank that the saving world did not have keeps the generators that it was seeded with.
-        if own := tree["rng"].get(f"rank_{self.rank}"):
-            _set_rng_state(own)
+        # A generator that the saving world did not have (of another rank, of a GPU) stays as it was seeded.
+        _set_rng_state(tree["rng"].get(f"rank_{self.rank}", {}))
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -80,9 +77,12 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 
 def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    random.setstate((3, tuple(state["python"].tolist()), None))
-    *keys, position = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
+    if "python" in state:
+        random.setstate((3, tuple(state["python"].tolist()), None))
+    if "numpy" in state:
+        *keys, position = state["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -9,14 +9,13 @@ from datetime import datetime
 from pathlib import Path
 
 from contract.errors import UserError
+from slurm.client import CLUSTERS_VARIABLES, clean_environment
 from slurm.lab import files, host, processes
 from slurm.lab.folder import SETTINGS_FILE, check_owner, default_folder, locked, make_folder
 from slurm.lab.settings import LabSettings
 
 CONTROLLER = "slurmctld"
 MUNGE = "munged"
-# Variables by which a user's own job or cluster would change what Slurm's commands do here.
-_SLURM_VARIABLES = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SCANCEL_", "SQUEUE_", "SINFO_", "SCONTROL_")
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,18 @@ class Lab:
 
     def full_environment(self) -> dict[str, str]:
         """The calling process's environment for use on this lab: with no trace of another cluster or job."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_SLURM_VARIABLES)}
+        kept = clean_environment(os.environ)
+        for name in CLUSTERS_VARIABLES:
+            kept.pop(name, None)
         return kept | {"PATH": host.search_path()} | self.environment()
 
     def run(self, *command: str, timeout_s: float = 30.0) -> str:
         """What one of Slurm's commands prints when it is run on this lab.
 
-        Raises UserError if it fails, with what it said, or if it has not ended after `timeout_s`.
+        Raises UserError if it fails, with what it said, or if it has not ended after `timeout_s`; also if the
+        folder is another user's, whose slurm.conf could name plugins of his.
         """
+        check_owner(self.folder)
         try:
             done = subprocess.run(
                 command,
@@ -68,7 +71,13 @@ class Lab:
         return done.stdout
 
     def is_up(self) -> bool:
-        """Whether the lab's controller lives; nodes that crashed do not make a lab one that is down."""
+        """Whether the lab's controller lives; nodes that crashed do not make a lab one that is down.
+
+        Raises UserError if the folder is another user's.
+        """
+        if not os.path.lexists(self.folder):
+            return False
+        check_owner(self.folder)
         return CONTROLLER in processes.daemons(self.folder)
 
     def settings(self) -> LabSettings:
@@ -95,14 +104,12 @@ class Lab:
                 running = self.running_nodes()
                 self._start_nodes([node for node in settings.node_names if node not in running], namespaces)
                 return
-            self._end()
-            files.write(self.folder, settings)
             try:
-                self._start_controller(settings)
-                self._start_nodes(settings.node_names, namespaces)
-            except BaseException:
-                self._end()
-                raise
+                self._start_all(settings, namespaces)
+            except UserError as error:
+                if "in use" not in str(error):
+                    raise
+                self._start_all(settings, namespaces)  # somebody was quicker to take one of the ports
 
     def down(self) -> None:
         """End the lab's jobs, then its daemons; its logs stay. A lab that is not up is no error."""
@@ -170,6 +177,16 @@ class Lab:
         self._daemon(node)
         found = processes.find(self.folder)
         processes.send([p.pid for p in found if p.daemon == node and p.command == "slurmd"], number)
+
+    def _start_all(self, settings: LabSettings, namespaces: list[str]) -> None:
+        self._end()
+        files.write(self.folder, settings)
+        try:
+            self._start_controller(settings)
+            self._start_nodes(settings.node_names, namespaces)
+        except BaseException:
+            self._end()
+            raise
 
     def _start_controller(self, settings: LabSettings) -> None:
         environment = self.full_environment()

@@ -1,12 +1,13 @@
 """The files a lab's daemons read and write: rendered from the templates, on free ports."""
 
+import itertools
 import os
 import pwd
+import random
 import shutil
 import socket
 import time
 import zlib
-from contextlib import ExitStack
 from pathlib import Path
 
 import jinja2
@@ -22,6 +23,8 @@ _TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+# Below the kernel's range for outgoing connections (32768 and up), above well-known services.
+_PORTS = range(15_000, 32_000)
 _FOLDERS = ("run", "state", "spool", "tmp", "dev", "log")
 
 
@@ -67,12 +70,18 @@ def _user_name() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nothing on this host listens on now."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Different TCP ports that nothing on this host listens on now, none of which an outgoing connection may take."""
+    candidates = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    return list(itertools.islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def cgroup_prefix(folder: Path) -> Path:

@@ -4,6 +4,7 @@ No file holds a process id, so a stale one can never name a stranger and a lost 
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -62,6 +63,8 @@ def _marked(prefix: bytes) -> Iterator[Process]:
         if not entry.name.isdecimal():
             continue
         try:
+            if not _is_ours((entry / "status").read_text()):
+                continue
             variables = (entry / "environ").read_bytes().split(b"\0")
             status = (entry / "stat").read_text()
         except (OSError, UnicodeDecodeError):  # it has ended, or it is someone else's
@@ -71,6 +74,12 @@ def _marked(prefix: bytes) -> Iterator[Process]:
                 name, rest = status[status.index("(") + 1 :].rsplit(")", 1)
                 parent_pid = int(rest.split()[1])
                 yield Process(int(entry.name), parent_pid, variable[len(prefix) :].decode(), name)
+
+
+def _is_ours(status: str) -> bool:
+    """Whether a process has only the caller's user ids: anyone can set a mark, and root can read all of them."""
+    ids = re.search(r"^Uid:(.*)$", status, re.MULTILINE)
+    return ids is not None and set(ids[1].split()) == {str(os.geteuid())}
 
 
 def daemons(folder: Path) -> dict[str, int]:

@@ -1,6 +1,12 @@
 """A run that is stopped and continued is, to the bit, the run that was never stopped."""
 
+import json
+import os
+import pickle
 import random
+import resource
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +17,12 @@ from harness.toy import toy_overrides, train_toy
 from harness.toy_text import write_toy_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from contract.errors import UserError
 from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, read_json_lines
+from train.config import load_config
 from train.data.prepare import prepare
-from train.generate import export
+from train.generate import export, load_model
 
 STEPS = 40
 
@@ -106,19 +114,114 @@ def test_lost_work_is_done_again_to_the_same_metrics(ranks: Ranks, toy_tokens: P
     warnings = [event["reason"] for event in run.read_events() if event["event"] == Event.WARNING]
     assert any("step_12" in reason and "missing" in reason for reason in warnings)
     assert run.published_steps() == [8, 12]
+    assert (run.checkpoints / "step_12.damaged").is_dir()
     dcp.FileSystemReader(newest).read_metadata()
 
 
+def train_on_a_full_disk(
+    overrides: list[str], freed_after: int | None, stop_after: int | None = None
+) -> ExitCode:
+    """Train while no file may grow beyond 20 kB, as on a full disk, until so many warnings were written."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = load_config(overrides).run_folder
+
+    def free_some_space() -> None:
+        warnings: list[object] = []
+        while freed_after is not None and len(warnings) < freed_after:
+            time.sleep(0.02)
+            warnings = [event for event in run.read_events() if event["event"] == Event.WARNING]
+        if freed_after is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    thread = threading.Thread(target=free_some_space, daemon=True)
+    thread.start()
+    try:
+        return train_toy(overrides, stop_after)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        thread.join(timeout=10)
+
+
 def test_a_failed_save_does_not_end_the_training(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
-    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=3", "checkpoint.every_steps=2")
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=6", "checkpoint.every_steps=2")
+    assert ranks(2, train_on_a_full_disk, overrides, 2) == [ExitCode.FINISHED] * 2
     run = RunFolder(tmp_path / "run")
-    run.create()
-    # A file where the save wants to make its folder.
-    (run.checkpoints / "step_2.tmp-local.r0").write_text("")
-    assert ranks(2, train_toy, overrides) == [ExitCode.FINISHED] * 2
     warnings = [event["reason"] for event in run.read_events() if event["event"] == Event.WARNING]
-    assert any("saving step 2 failed" in reason for reason in warnings)
-    assert run.published_steps() == [3]
+    assert "saving step 2 failed" in warnings[0]
+    assert "attempt 2 of 2" in warnings[1]
+    assert run.published_steps() == [4, 6]
+
+
+@pytest.mark.parametrize("stop_after", [None, 2])
+def test_a_last_save_that_fails_is_no_success(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path, stop_after: int | None
+) -> None:
+    """Neither FINISHED nor "stopped with a checkpoint" may be said of a run whose weights are nowhere."""
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=6")
+    with pytest.raises(
+        RanksError, match=r"step \d could not be saved .* the newest whole checkpoint is none"
+    ) as caught:
+        ranks(2, train_on_a_full_disk, overrides, None, stop_after=stop_after)
+    assert "SaveError" in str(caught.value)
+    run = RunFolder(tmp_path / "run")
+    assert not run.finished.exists()
+    assert run.published_steps() == []
+    assert run.read_events()[-1]["event"] == Event.FAILED
+    assert ranks(2, train_toy, overrides) == [ExitCode.FINISHED] * 2
+
+
+def test_retention_counts_whole_steps_only(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    """Damaged steps are set aside: they must neither push whole ones out nor count as progress."""
+    overrides = toy_overrides(
+        toy_tokens, tmp_path, "run", "checkpoint.every_steps=4", "checkpoint.keep_last=2"
+    )
+    ranks(1, train_toy, [*overrides, "loop.steps=12", "checkpoint.keep_last=3"])
+    run = RunFolder(tmp_path / "run")
+    assert run.published_steps() == [4, 8, 12]
+    next((run.checkpoints / "step_12").glob("*.distcp")).unlink()
+    damaged = bytearray((run.checkpoints / "step_8/.metadata").read_bytes())
+    damaged[50:250] = bytes(200)
+    (run.checkpoints / "step_8/.metadata").write_bytes(damaged)
+    ranks(1, train_toy, [*overrides, "loop.steps=6"])
+    assert run.published_steps() == [4, 6]
+    assert (run.checkpoints / "step_12.damaged").is_dir()
+    assert (run.checkpoints / "step_8.damaged").is_dir()
+    resumed = [event["step"] for event in run.read_events() if event["event"] == Event.RESUMED]
+    assert resumed == [4]
+
+
+def test_metadata_that_would_run_code_is_refused(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "pwned"),)
+
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=2")
+    ranks(1, train_toy, overrides)
+    step = tmp_path / "run/checkpoints/step_2"
+    (step / ".metadata").write_bytes(pickle.dumps(Evil()))
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"][".metadata"] = (step / ".metadata").stat().st_size
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RanksError, match=r"asks for posix.mkdir, which no checkpoint needs"):
+        ranks(1, train_toy, overrides)
+    with pytest.raises(
+        UserError, match=r"no whole checkpoint to read \(step_2: .metadata asks for posix.mkdir"
+    ):
+        load_model(RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_checkpoint_is_saved_when_the_clock_says_so(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=6", "checkpoint.every_minutes=1e-6")
+    ranks(2, train_toy, overrides)
+    saved = [
+        event["step"] for event in RunFolder(tmp_path / "run").read_events() if event["event"] == Event.SAVED
+    ]
+    assert saved == [1, 2, 3, 4, 5, 6]
+    overrides = toy_overrides(toy_tokens, tmp_path, "other", "loop.steps=6", "checkpoint.every_minutes=60")
+    ranks(2, train_toy, overrides)
+    assert RunFolder(tmp_path / "other").published_steps() == [6]
 
 
 def test_a_step_with_nothing_whole_is_refused(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
@@ -136,6 +239,8 @@ def test_a_step_with_nothing_whole_is_refused(ranks: Ranks, toy_tokens: Path, tm
     [
         ("model.vocab_size=512", r"model.vocab_size is 512, but the checkpoint of step 4 has 320"),
         ("model.layers=3", r"model.layers is 3, but the checkpoint of step 4 has 2"),
+        ("seed=7", r"seed=7 differs from 1234, with which run run was trained so far"),
+        ("data.validation_fraction=0.3", r"data.validation_fraction=0.3 differs from 0.05"),
         ("run.resume=never", r"run run already has checkpoints up to step 4"),
         ("model.vocab_size=100", r"model.vocab_size=100 is smaller than the vocabulary of the data"),
     ],
@@ -208,12 +313,8 @@ def test_a_changed_setting_is_said_and_takes_effect(ranks: Ranks, toy_tokens: Pa
         event for event in RunFolder(tmp_path / "run").read_events() if event["event"] == Event.STARTED
     ]
     assert started[-1]["changed"] == ["loop.steps=6 (was 4)", "optim.weight_decay=0.5 (was 0.1)"]
-    saved = saved_tensors_of_group(RunFolder(tmp_path / "run"), tmp_path)
-    assert saved == {0.5, 0.0}
-
-
-def saved_tensors_of_group(run: RunFolder, tmp_path: Path) -> set[float]:
-    target = tmp_path / "groups.pt"
-    dcp_to_torch_save(run.checkpoints / f"step_{run.published_steps()[-1]}", target)
-    tree = torch.load(target, weights_only=True)
-    return {group["weight_decay"] for group in tree["optimizer"]["param_groups"]}
+    ranks(1, train_toy, toy_overrides(toy_tokens, tmp_path, "same", "loop.steps=4"))
+    ranks(1, train_toy, toy_overrides(toy_tokens, tmp_path, "same", "loop.steps=6"))
+    decayed, same = (saved_tensors(RunFolder(tmp_path / name), tmp_path) for name in ("run", "same"))
+    weight = "/model/embed_tokens.weight"
+    assert decayed[weight].norm() < same[weight].norm(), "the checkpoint must not bring the old decay back"

@@ -32,15 +32,24 @@ KEYS = [path for path in field_paths(TrainConfig) if "." in path]
         ("+optim.extra=1", "keys cannot be added or removed"),
         ("~optim.lr", "keys cannot be added or removed"),
         ("loop.steps=0", "loop.steps=0: must be above 0"),
-        ("optim.lr=-1", "optim.lr=-1.0: must not be below 0"),
+        ("optim.lr=-1", "optim.lr=-1.0: must be at least 0"),
+        ("optim.lr=nan", "optim.lr=nan: must be at least 0 and at most 1e+12"),
+        ("optim.lr=inf", "optim.lr=inf: must be at least 0 and at most 1e+12"),
+        ("loop.steps=99999999999999999999", "must be above 0 and at most 1e+12"),
+        ("monitor.peak_tflops=0", "monitor.peak_tflops=0.0: must be above 0, or null"),
+        ("resilience.start_timeout_s=inf", "resilience.start_timeout_s=inf"),
         ("optim.beta2=1", "optim.beta2=1.0: must be at least 0 and below 1"),
         ("loop.global_batch_size=12", "no multiple of parallel.micro_batch_size=8"),
         ("data.validation_fraction=0", "data.validation_fraction=0 holds nothing out"),
         ("model.kv_heads=3", "model.kv_heads=3: must divide"),
         ("run.name=a/b", "run.name='a/b': give a name without /"),
         ("run.name=null", "run.name"),
-        ("resilience.stop_signal=SIGUSR9", "there is no such signal"),
-        ("resilience.stop_signal=SIGKILL", "there is no such signal that can be handled"),
+        ("resilience.stop_signal=SIGUSR9", "choose SIGUSR2"),
+        ("resilience.stop_signal=SIGTERM", "choose SIGUSR2"),
+        (
+            "resilience.checkpoint_timeout_s=5",
+            "below resilience.collective_timeout_s=600.0: give saves more time",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(override: str, sentence: str) -> None:
@@ -77,6 +86,11 @@ def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
         read_config(path)
     with pytest.raises(ConfigError, match="does not exist"):
         read_config(tmp_path / "nothing.yaml")
+
+
+def test_a_warm_up_that_reaches_into_the_decay_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reaches into the decay, the last 20 of loop\.steps=100"):
+        load_config(["optim.decay=wsd", "optim.warmup_steps=90", "loop.steps=100"])
 
 
 @pytest.mark.parametrize("group", ["model", "precision"])

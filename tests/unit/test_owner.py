@@ -108,6 +108,14 @@ def test_a_restarted_job_takes_over_from_its_former_self(
     first._done.set()
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", "\x00\xff"])
+def test_a_spoilt_owner_file_names_nobody(run: RunFolder, text: str) -> None:
+    run.owner.write_bytes(text.encode("latin-1"))
+    owner = RunOwner(run)
+    owner.acquire()
+    owner.release()
+
+
 def test_an_owner_that_is_me_is_known_by_its_start(run: RunFolder) -> None:
     assert module._process_start(os.getpid()) is not None
     assert module._process_start(2**22 + 1) is None

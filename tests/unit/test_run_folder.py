@@ -42,6 +42,8 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         file.write('{"step": 3, "lo')
     assert [line["step"] for line in read_json_lines(path)] == [1, 2]
     assert last_json_line(path) == {"step": 2}
+    append_json_line(path, {"step": 4})
+    assert [line["step"] for line in read_json_lines(path)] == [1, 2, 4], "the torn line swallows the next"
     assert last_json_line(tmp_path / "none") is None
     assert list(read_json_lines(tmp_path / "none")) == []
 

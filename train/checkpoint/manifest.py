@@ -42,8 +42,13 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**fields)
     except FileNotFoundError as error:
         raise ValueError(f"{NAME} is missing") from error
-    except (OSError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{NAME} cannot be read ({error})") from error
+    whole_types = isinstance(manifest.step, int) and all(
+        isinstance(part, dict) for part in (manifest.model, manifest.data, manifest.files)
+    )
+    if not whole_types:
+        raise ValueError(f"{NAME} is damaged")
     if manifest.format != FORMAT:
         raise ValueError(f"its format is {manifest.format}, this version reads {FORMAT}")
     for name, size in manifest.files.items():

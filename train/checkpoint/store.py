@@ -1,33 +1,37 @@
 """Save and restore a `TrainState` through torch's distributed checkpoint.
 
 A step is written to a folder beside its final place, listed in a manifest, and published by one rename.
-Saves are collective: every rank calls, on a CPU group of their own, so that a slow disk cannot run into the
-time limit of the training collectives.
+Saves are collective: every rank calls, on a CPU group of their own with its own time limit, so that a slow
+disk does not run into that of the training collectives.
 """
 
 import os
 import shutil
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from contract.errors import UserError
+from contract.errors import PeerError, UserError
 from contract.run_folder import Event, RunFolder, job_identity
 from train.checkpoint.manifest import Manifest, read_manifest
+from train.checkpoint.reader import SafeReader, damage
 from train.durable import sync_folder
+from train.monitor.progress import tell
 from train.state import TrainState
 
 T = TypeVar("T")
 
 TEMPORARY = ".tmp-"
 REPLACED = ".replaced-"
+DAMAGED = ".damaged"
 ATTEMPTS = 2
+PAUSE_S = 1.0
 
 
 @dataclass
@@ -41,11 +45,18 @@ class CheckpointStore:
     """Of the next step to save; its step and files are filled in then."""
     keep_last: int
     check_owner: Callable[[], None]
-    """Called on rank 0 before a step is published: raises when another process has taken the run over."""
+    """Called on rank 0 before a step is published: raises `PeerError` when another process has the run."""
+    newest_step: int | None = None
+    """The step that was restored or saved last."""
+    _damaged: list[int] = field(default_factory=list)
+    """On rank 0: steps newer than the restored one, which are not whole."""
 
     @property
     def _leader(self) -> bool:
         return dist.get_rank(self.group) == 0
+
+    def _folder(self, step: int) -> Path:
+        return self.run.checkpoints / f"step_{step}"
 
     def clean(self) -> None:
         """Remove what killed saves have left behind. Rank 0 only, while it owns the run."""
@@ -54,110 +65,128 @@ class CheckpointStore:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def save(self, state: TrainState) -> bool:
-        """Write and publish the state of `state.step`; return whether that worked.
+        """Write and publish the state of `state.step`; return whether that worked, the same on every rank.
 
-        A failed save is tried once more and then given up with a warning event: it must not end the training,
-        the checkpoints before it are whole.
+        A failed save is tried once more and then given up with a warning event: the caller decides whether
+        training can go on without it. Raises `PeerError` when another process has taken the run over.
         """
+        if self.newest_step == state.step:
+            return True
         for attempt in range(ATTEMPTS):
+            if attempt > 0:
+                time.sleep(PAUSE_S)
             reason = self._save_once(state)
             if reason is None:
+                self.newest_step = state.step
                 if self._leader:
-                    self.run.append_event(Event.SAVED, step=state.step)
+                    self.run.try_event(Event.SAVED, step=state.step)
                     self._retain()
                 return True
             if self._leader:
-                self.run.append_event(
-                    Event.WARNING,
-                    step=state.step,
-                    reason=f"saving step {state.step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}",
-                )
+                said = f"saving step {state.step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}"
+                self.run.try_event(Event.WARNING, step=state.step, reason=said)
         return False
 
     def _save_once(self, state: TrainState) -> str | None:
         """Save once; return None or the reason of the failure, the same on every rank."""
         job, restart = job_identity()
-        final = self.run.checkpoints / f"step_{state.step}"
+        final = self._folder(state.step)
         temporary = final.with_name(f"{final.name}{TEMPORARY}{job}.r{restart}")
+        reason: str | None = None
+        lost: str | None = None
         try:
-            dcp.save(
-                state.state_dict(),
-                storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
-                process_group=self.group,
-            )
-            reason = None
+            writer = dcp.FileSystemWriter(temporary, sync_files=True)
+            dcp.save(state.state_dict(), storage_writer=writer, process_group=self.group)
         except CheckpointException as error:
-            reason = "; ".join(sorted({f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()}))
+            reason = _causes(error)
         if self._leader:
             try:
                 if reason is None:
                     self.manifest.step = state.step
                     self._publish(temporary, final)
+            except PeerError as error:
+                lost = str(error)
             except OSError as error:
                 reason = str(error)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-        return broadcast(reason, self.group)
+        reason, lost = broadcast((reason, lost), self.group)
+        if lost is not None:
+            raise PeerError(lost)
+        return reason
 
     def _publish(self, temporary: Path, final: Path) -> None:
         self.manifest.write(temporary)
         sync_folder(temporary)
         self.check_owner()
         if final.exists():
-            # Only a damaged step can stand here: restoring chose an older one and the run came by again.
+            # A damaged step, or one of a run that went on from an older step: never the one that is in use.
             final.rename(final.with_name(f"{final.name}{REPLACED}{os.getpid()}"))
         temporary.rename(final)
         sync_folder(final.parent)
 
     def _retain(self) -> None:
+        """Remove whole steps beyond the newest `keep_last`; damaged ones do not count and stay to be looked at."""
+        self.clean()
         if self.keep_last <= 0:
             return
-        for step in self.run.published_steps()[: -self.keep_last]:
-            shutil.rmtree(self.run.checkpoints / f"step_{step}", ignore_errors=True)
-        self.clean()
+        whole = [step for step in self.run.published_steps() if damage(self._folder(step)) is None]
+        for step in whole[: -self.keep_last]:
+            shutil.rmtree(self._folder(step), ignore_errors=True)
 
     def newest(self) -> Manifest | None:
         """Return the manifest of the newest whole step, the same on every rank, or None if there is no step.
 
-        Damaged steps are passed over with a warning event. When there are steps but none is whole, that is
-        an error: starting from nothing would throw the run away.
+        Damaged steps are passed over with a warning. When there are steps but none is whole, that is an
+        error: starting from nothing would throw the run away.
         """
         found: Manifest | None = None
         problems: list[str] = []
         if self._leader:
+            self._damaged = []
             for step in reversed(self.run.published_steps()):
-                try:
-                    found = read_manifest(self.run.checkpoints / f"step_{step}")
+                problem = damage(self._folder(step))
+                if problem is None:
+                    found = read_manifest(self._folder(step))
                     break
-                except ValueError as error:
-                    problems.append(f"checkpoint step_{step} of run {self.run.name} is damaged: {error}")
-                    self.run.append_event(Event.WARNING, step=step, reason=problems[-1])
-                    print(f"trierarch: {problems[-1]}", flush=True)
+                self._damaged.append(step)
+                problems.append(f"checkpoint step_{step} of run {self.run.name} is damaged: {problem}")
         found, problems = broadcast((found, problems), self.group)
         if found is None and problems:
             raise UserError(
                 f"{problems[0]}, and no older one is whole: put the file back, or move "
                 f"{self.run.checkpoints} away to start again"
             )
+        if self._leader:
+            for step, problem in zip(self._damaged, problems, strict=True):
+                tell(problem)
+                self.run.try_event(Event.WARNING, step=step, reason=problem)
         return found
 
     def load(self, state: TrainState, manifest: Manifest) -> None:
-        """Restore `state` from a step that `newest` returned."""
-        folder = self.run.checkpoints / f"step_{manifest.step}"
-        reader = dcp.FileSystemReader(folder)
+        """Restore `state` from a step that `newest` returned, and set damaged newer steps aside."""
+        folder = self._folder(manifest.step)
+        reader = SafeReader(folder)
         tree = state.state_dict()
-        saved = reader.read_metadata().state_dict_metadata
-        if not any(key.startswith(f"rng.rank_{state.rank}.") for key in saved):
-            tree["rng"] = {}
         try:
-            dcp.load(tree, storage_reader=reader, planner=DefaultLoadPlanner(), process_group=self.group)
+            saved = reader.read_metadata().state_dict_metadata
+            own = tree["rng"][f"rank_{state.rank}"]
+            tree["rng"] = {
+                f"rank_{state.rank}": {k: v for k, v in own.items() if f"rng.rank_{state.rank}.{k}" in saved}
+            }
+            dcp.load(tree, storage_reader=reader, process_group=self.group)
         except CheckpointException as error:
-            causes = "; ".join(sorted({str(e[0]).splitlines()[0] for e in error.failures.values()}))
             raise UserError(
-                f"checkpoint {folder} cannot be loaded ({causes}): the model or optimizer of this configuration "
-                "differs from the one that was saved, give the run another run.name"
+                f"checkpoint {folder} cannot be loaded ({_causes(error)}): put its files back, or move the folder "
+                "away to continue from an older step"
             ) from error
         state.load_state_dict(tree)
+        self.newest_step = manifest.step
+        # They must neither count as progress nor push whole steps out.
+        for step in self._damaged:
+            path = self._folder(step)
+            shutil.rmtree(path.with_name(path.name + DAMAGED), ignore_errors=True)
+            path.rename(path.with_name(path.name + DAMAGED))
 
 
 def broadcast(value: T, group: dist.ProcessGroup) -> T:
@@ -165,3 +194,8 @@ def broadcast(value: T, group: dist.ProcessGroup) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+def _causes(error: CheckpointException) -> str:
+    causes = (failure[0] for failure in error.failures.values())
+    return "; ".join(sorted({f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes}))

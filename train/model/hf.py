@@ -5,6 +5,7 @@ Both layouts of config.json are read, that of transformers 4 (`rope_theta`) and 
 """
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -67,10 +68,12 @@ def write_hf(
     state_dict: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
     eos_id: int | None = None,
+    tokenizer: Path | None = None,
 ) -> None:
     """Write `state_dict` (whole tensors of a `Llama`) as a LlamaForCausalLM that transformers loads.
 
-    `dtype` converts the weights, None keeps the type of each; `eos_id` is the token at which generation ends.
+    `dtype` converts the weights, None keeps the type of each; `eos_id` is the token at which generation ends,
+    `tokenizer` a tokenizer.json that goes with it.
     `folder` appears whole, by one rename, and
     must not hold anything yet. Raises `UserError` if it does, if it cannot be written, and for a state
     that does not belong to `config`.
@@ -87,6 +90,8 @@ def write_hf(
             _write_tensors(draft, state_dict, dtype)
             stored_dtype = dtype or state_dict["embed_tokens.weight"].dtype
             _write_json(draft / _CONFIG, _config_to(config, stored_dtype, eos_id))
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, draft / "tokenizer.json")
             draft.rename(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written: {error}") from error

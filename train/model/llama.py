@@ -143,12 +143,16 @@ class MLP(nn.Module):
         return out
 
 
-def build(config: ModelConfig, seed: int, device: torch.device | str) -> Llama:
-    """Build the model on `device` with the weights of `seed`; nothing is allocated twice."""
+def build(config: ModelConfig, seed: int | None, device: torch.device | str) -> Llama:
+    """Build the model on `device` with the weights of `seed`; nothing is allocated twice.
+
+    `seed` None leaves the weights as they are in memory: for a checkpoint that is loaded next.
+    """
     with torch.device("meta"):
         model = Llama(config)
     model.to_empty(device=device)
-    model.init_weights(seed)
+    if seed is not None:
+        model.init_weights(seed)
     return model
 
 

@@ -1,5 +1,6 @@
 """Metrics of rank 0: `metrics.jsonl` for machines, TensorBoard for people."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,14 @@ if TYPE_CHECKING:
 class Recorder:
     """Writes each logged step once, in both places."""
 
-    def __init__(self, run: RunFolder, resumed_step: int, tensorboard: bool) -> None:
-        """Lines of steps after `resumed_step` belong to work that was lost; they are dropped."""
+    def __init__(self, run: RunFolder, resumed_step: int, tensorboard: bool, redo_evaluation: bool) -> None:
+        """Lines of work that will be done again are dropped.
+
+        That is steps after `resumed_step`, and with `redo_evaluation` the evaluation at it.
+        """
         self._path = run.metrics
-        _drop_after(self._path, resumed_step)
+        self._broken = False
+        _drop_after(self._path, resumed_step, redo_evaluation)
         self._writer: SummaryWriter | None = None
         if tensorboard:
             # Imported here: it takes a second, and the other ranks do not need it.
@@ -25,7 +30,14 @@ class Recorder:
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Record `values` of `step`; floats are kept in full precision."""
-        append_json_line(self._path, {"step": step, **values})
+        try:
+            append_json_line(self._path, {"step": step, **values})
+            self._broken = False
+        except OSError as error:
+            # A full disk must not end the training; the first lost line says so.
+            if not self._broken:
+                print(f"trierarch: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
+            self._broken = True
         if self._writer is not None:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
@@ -36,11 +48,12 @@ class Recorder:
             self._writer.close()
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_after(path: Path, step: int, redo_evaluation: bool) -> None:
     if not path.exists():
         return
     lines = list(read_json_lines(path))
-    kept = [line for line in lines if line.get("step", 0) <= step]
+    again = "eval_loss" if redo_evaluation else None
+    kept = [line for line in lines if _step(line) < step or (_step(line) == step and again not in line)]
     if len(kept) == len(lines):
         return
     temporary = path.with_suffix(".tmp")
@@ -49,3 +62,8 @@ def _drop_after(path: Path, step: int) -> None:
     for line in kept:
         append_json_line(temporary, line)
     temporary.replace(path)
+
+
+def _step(line: dict[str, Any]) -> int:
+    step = line.get("step")
+    return step if isinstance(step, int) else 0

@@ -23,6 +23,10 @@ TOUCH_EVERY_S = 2.0
 WATCH_S = 10.0
 
 
+class RunTakenError(UserError):
+    """Another living process trains the run."""
+
+
 class RunOwner:
     """Ownership of a run, held by rank 0 from `acquire` to `release`."""
 
@@ -42,13 +46,13 @@ class RunOwner:
         self._done = threading.Event()
 
     def acquire(self) -> None:
-        """Become the owner; raise `UserError` when a living process owns the run."""
+        """Become the owner; raise `RunTakenError` when a living process owns the run."""
         current = self._read()
         if current is not None and self._is_alive(current):
             who = f"process {current['pid']} on {current['host']}"
             if current["job"] != HAND_STARTED:
                 who = f"job {current['job']} ({who})"
-            raise UserError(
+            raise RunTakenError(
                 f"run {self._run.name} is already being trained by {who}: wait for it, stop it, or give this one "
                 "another run.name"
             )
@@ -59,6 +63,16 @@ class RunOwner:
         time.sleep(0.1)
         self.check()
         threading.Thread(target=self._touch, name="run-owner", daemon=True).start()
+
+    @property
+    def token(self) -> str:
+        """What tells this owner from all others."""
+        return str(self._me["token"])
+
+    def sees(self, token: str) -> bool:
+        """Whether the run folder, as it is seen from here, belongs to the owner with this token."""
+        current = self._read()
+        return current is not None and current["token"] == token
 
     def check(self) -> None:
         """Raise `PeerError` unless this process still owns the run."""
@@ -96,9 +110,10 @@ class RunOwner:
     def _read(self) -> dict[str, Any] | None:
         try:
             value = json.loads(self._path.read_text())
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError):
             return None
-        return value if isinstance(value, dict) else None
+        # A file that somebody has spoilt names no living owner.
+        return value if isinstance(value, dict) and value.keys() >= self._me.keys() else None
 
 
 def _modified(path: Path) -> int:

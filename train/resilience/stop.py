@@ -69,6 +69,15 @@ class Agreement:
         stop, save = self._wishes.tolist()
         return Decision(stop=bool(stop), save=bool(save))
 
+    @property
+    def signal(self) -> str | None:
+        """The signal by which this rank was asked to stop; None where another rank was asked."""
+        return self._request.received
+
     def saved(self) -> None:
         """Start the clock of the next checkpoint."""
         self._last_save_s = time.monotonic()
+
+    def postpone(self, seconds: float) -> None:
+        """Have the clock ask again in so many seconds: the last save failed."""
+        self._last_save_s = time.monotonic() - max(0.0, self._save_every_s - seconds)
