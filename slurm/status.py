@@ -236,22 +236,21 @@ def _ended(story: _Story, how: str, cancelled: bool = False) -> tuple[RunState, 
         return told
     if cancelled:
         return RunState.stopped, how
-    return (
-        RunState.lost,
-        f"{how} and the run left no word{_where_to_look(story)}: submit it again to continue",
-    )
+    return RunState.lost, f"{how} and the run left no word: {_advice(story)}"
 
 
-def _where_to_look(story: _Story) -> str:
+def _advice(story: _Story) -> str:
     run, job = story.run, story.job
-    if job is None:
-        return ""
-    log = (
-        job_folder(run) / f"{job.job_id}_0_log.err" if job.is_local else run.logs / f"{job.job_id}.batch.log"
-    )
-    if log.exists():
-        return f", read {log}"
-    return "" if job.is_local else f" and no log, is {run.path} the same folder on the compute nodes?"
+    if job is not None:
+        name = f"{job.job_id}_0_log.err" if job.is_local else f"{job.job_id}.batch.log"
+        log = (job_folder(run) if job.is_local else run.logs) / name
+        if log.exists():
+            return f"read {log}, then submit it again"
+        if not job.is_local:
+            return (
+                f"if it began, {run.path} is not the same folder on the compute nodes, else submit it again"
+            )
+    return "submit it again to continue"
 
 
 def _by_last_event(story: _Story) -> tuple[RunState, str] | None:

@@ -49,7 +49,7 @@ def test_script_of_every_profile_is_sound_shell(name: str, tmp_path: Path) -> No
     settings = settings_of(name)
     settings.validate(BARE)
     script = tmp_path / "job.sbatch"
-    script.write_text(render(RunFolder(tmp_path / "run"), settings, settings.account(BARE)))
+    script.write_text(render(RunFolder(tmp_path / "run"), settings, BARE))
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "--shell=bash", str(script)], check=True, timeout=30)
@@ -60,7 +60,7 @@ def test_a100_site_asks_for_its_gpus_cores_and_network(tmp_path: Path) -> None:
     settings = settings_of(
         "juwels_booster", nodes=16, account="hai_x", time_limit="02:00:00", exclude="jwb[3-4]"
     )
-    script = render(RunFolder(tmp_path / "big"), settings, settings.account(BARE))
+    script = render(RunFolder(tmp_path / "big"), settings, BARE)
     options = directives(script)
     expected = {
         "job-name": "big",
@@ -195,10 +195,19 @@ def test_time_limits_are_read_as_slurm_reads_them(days: int, hours: int, minutes
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["job.time_limit=90"], r"job.time_limit=90: write a time limit as HH:MM:SS"),
+        (["job.time_limit=soon"], r"job.time_limit=soon: write a time limit as HH:MM:SS"),
         (["job.time_limit=10:99:00"], r"job.time_limit=10:99:00"),
         (["job.time_limit=00:00:30"], r"stop_lead_s=30"),
         (["job.nodes=0"], r"job.nodes=0: must be above 0"),
+        (["job.ranks_per_node=0"], r"job.ranks_per_node=0: must be above 0"),
+        (["cluster.stop_lead_s=-1"], r"cluster.stop_lead_s=-1: must not be below 0"),
+        # srun would end itself and the ranks.
+        (["cluster.stop_signal=SIGTERM"], r"pass on only SIGUSR1 and SIGUSR2"),
+        (["cluster.stop_signal=USR2"], r"cluster.stop_signal=USR2: srun"),
+        (["cluster.gpu_directive=gres"], r"gpu_directive=gres asks for no GPU: give cluster.gpus_per_node=N"),
+        (["cluster.gpu_type=a100"], r"gpu_type=a100 is not asked for: give cluster.gpu_directive=gres"),
+        (["cluster=local", "cluster.exclusive=true"], r"cluster.exclusive=True: there is no Slurm here"),
+        (["cluster=local", "cluster.memory=4G"], r"cluster.memory=4G: there is no Slurm here"),
         (["job.max_restarts=-1"], r"job.max_restarts=-1"),
         (["job.cpus_per_rank=2"], r"more than the 2 cores of a node of lab"),
         (["job.nods=2"], r"did you mean job.nodes"),
@@ -224,13 +233,20 @@ def test_time_limit_on_the_command_line_stays_a_time(tmp_path: Path) -> None:
     assert settings.time_limit == "12:30:00"
 
 
-def test_account_from_the_users_shell_is_used_where_nothing_else_names_one() -> None:
-    shell = {"SBATCH_ACCOUNT": "from_shell", "PATH": "/nonexistent"}
+def test_what_the_users_shell_asks_for_is_used_where_nothing_else_does(tmp_path: Path) -> None:
+    shell = {
+        "SBATCH_ACCOUNT": "of_shell",
+        "SBATCH_PARTITION": "p",
+        "SBATCH_QOS": "q",
+        "SBATCH_RESERVATION": "r",
+    }
     settings = configs.compose.compose("submit", SubmitConfig, ["cluster=juwels_booster"])
     settings.validate(shell)
-    assert settings.account(shell) == "from_shell"
+    options = directives(render(RunFolder(tmp_path), settings, shell))
+    expected = {"account": "of_shell", "partition": "booster", "qos": "q", "reservation": "r"}
+    assert expected.items() <= options.items()
     settings.job.account = "named"
-    assert settings.account(shell) == "named"
+    assert directives(render(RunFolder(tmp_path), settings, shell))["account"] == "named"
 
 
 def test_stop_signal_that_the_training_does_not_listen_to_is_refused() -> None:
@@ -247,36 +263,66 @@ def fake_command(folder: Path, name: str, body: str) -> dict[str, str]:
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("100:00:00", 360_000), ("2-12", 216_000), ("1-00:30", 88_200)],
+)
+def test_every_form_of_slurms_times_is_read(text: str, seconds: int) -> None:
+    assert parse_time_limit("job.time_limit", text) == seconds
+
+
 def test_detect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm.profile._default_lab", lambda: None)
     assert detect("laptop", BARE) == "local"
     assert detect("jwlogin24.juwels", BARE) == "juwels_booster"
     assert detect("laptop", BARE | {"TRIERARCH_LAB": "/somewhere"}) == "lab"
 
-    (tmp_path / "slurm.conf").write_text("# a comment\nClusterName=lab7\n")
+    (tmp_path / "slurm.conf").write_text("# a comment\nClusterName=trierarch_lab\n")
     assert detect("jwlogin24.juwels", BARE | {"SLURM_CONF": str(tmp_path / "slurm.conf")}) == "lab"
-    (tmp_path / "slurm.conf").write_text("ClusterName=summit\n")
+    (tmp_path / "slurm.conf").write_text("ClusterName=trierarch_lab2\n")
     assert detect("laptop", BARE | {"SLURM_CONF": str(tmp_path / "slurm.conf")}) == "local"
 
     fake_command(tmp_path, "sbatch", "exit 0")
     answers = fake_command(tmp_path, "scontrol", 'echo "ClusterName             = summit"')
     assert detect("laptop", answers) == "slurm"
-    # sbatch is installed, but no controller answers.
-    assert (
-        detect("laptop", fake_command(tmp_path, "scontrol", "echo ClusterName = cached; exit 1")) == "local"
-    )
-
+    assert detect("laptop", fake_command(tmp_path, "scontrol", "echo ClusterName=trierarch_lab")) == "lab"
+    # There is a Slurm, and its controller is slow or dead: a login node is no place to train on.
+    silent = "echo ClusterName = cached; echo 'slurm_load_ctl_conf error: Unable to contact' >&2; exit 1"
+    with pytest.raises(ConfigError, match=r"Slurm does not answer: try again, or give cluster=local"):
+        detect("laptop", fake_command(tmp_path, "scontrol", silent))
+    # The packages are installed and nobody has configured them.
+    bare = "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"
+    assert detect("laptop", fake_command(tmp_path, "scontrol", bare)) == "local"
     monkeypatch.setattr("slurm.profile._default_lab", lambda: {"SLURM_CONF": "/lab/slurm.conf"})
+    assert detect("laptop", fake_command(tmp_path, "scontrol", bare)) == "lab"
     assert detect("laptop", BARE) == "lab"
-    assert scheduler_environment("lab", {}) == {"SLURM_CONF": "/lab/slurm.conf"}
-    assert scheduler_environment("lab", {"SLURM_CONF": "/mine"}) == {"SLURM_CONF": "/mine"}
-    assert scheduler_environment("local", {}) == {}
+
+
+def test_which_slurm_a_lab_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm.profile._default_lab", lambda: None)
+    of_lab, of_site = tmp_path / "lab.conf", tmp_path / "site.conf"
+    of_lab.write_text("ClusterName=trierarch_lab\n")
+    of_site.write_text("ClusterName=summit\n")
+    site = {"SLURM_CONF": str(of_site)}
+    assert scheduler_environment("lab", site | {"TRIERARCH_LAB": "/x"}) == {"SLURM_CONF": "/x/slurm.conf"}
+    assert scheduler_environment("lab", {"SLURM_CONF": str(of_lab)}) == {"SLURM_CONF": str(of_lab)}
+    with pytest.raises(ConfigError, match="run `make lab-up`"):
+        scheduler_environment("lab", site)
+    monkeypatch.setattr("slurm.profile._default_lab", lambda: {"SLURM_CONF": "/lab/slurm.conf"})
+    assert scheduler_environment("lab", site) == {"SLURM_CONF": "/lab/slurm.conf"}
+    assert scheduler_environment("summit", site) == {}
 
 
 def test_clean_environment_keeps_which_slurm_and_drops_which_job() -> None:
     kept = {"SLURM_CONF": "c", "SLURM_CLUSTERS": "a", "PATH": "p", "HOME": "h", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     dropped = dict.fromkeys(
-        ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SBATCH_ACCOUNT", "SRUN_CPUS_PER_TASK", "PMIX_RANK", "RANK"),
+        [
+            *("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SBATCH_ACCOUNT", "SRUN_CPUS_PER_TASK", "PMIX_RANK"),
+            *("I_MPI_PIN", "HYDRA_BOOTSTRAP", "MPIR_CVAR_X", "TRIERARCH_MASTER_SUFFIX", "RANK"),
+            *("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "CUDA_VISIBLE_DEVICES", "TRIERARCH_TERMINAL"),
+        ],
         "x",
     )
     assert clean_environment(kept | dropped) == kept
+    # Outside a job the GPUs are the user's own choice.
+    assert clean_environment({"CUDA_VISIBLE_DEVICES": "1"}) == {"CUDA_VISIBLE_DEVICES": "1"}

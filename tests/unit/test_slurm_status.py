@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def put(folder: Path, name: str, body: str) -> None:
 
 
 def submitted(run: RunFolder, *events: Event, job: str = "7") -> None:
-    run.append_event(Event.SUBMITTED, job_id=job, profile="site", slurm_conf=None)
+    run.append_event(Event.SUBMITTED, job_id=job, profile="site", scheduler="slurm", slurm_conf=None)
     for event in events:
         append_json_line(run.events, {"event": str(event), "job": job, "reason": "boom", "step": 3})
 
@@ -128,13 +129,82 @@ def test_run_that_was_submitted_anew_is_queued(run: RunFolder, commands: Path) -
 
 
 def test_local_job_is_told_by_its_process(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.append_event(Event.SUBMITTED, job_id=str(os.getpid()), profile="local")
+    # The profile's name says nothing.
+    event = {"job_id": str(os.getpid()), "profile": "laptop", "scheduler": "local"}
+    run.append_event(Event.SUBMITTED, **event, host=socket.gethostname())
     monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", str(os.getpid()))
     run.append_event(Event.STARTED)
     # This process has that id, but it is another one.
     assert only(run.path).state is RunState.lost
     run.append_event(Event.STOPPED)
     assert only(run.path).state is RunState.stopped
+
+
+def test_local_job_of_another_host_is_told_by_the_run_folder(run: RunFolder) -> None:
+    run.append_event(Event.SUBMITTED, job_id="1", profile="local", scheduler="local", host="login7")
+    run.append_event(Event.STARTED)
+    one = only(run.path)
+    assert (one.state, one.reason) == (RunState.running, "on login7")
+    (late,) = status(run.path, now=time.time() + 3600)
+    assert late.state is RunState.lost and late.reason.endswith("on login7")
+    run.append_event(Event.STOPPED)
+    assert only(run.path).state is RunState.stopped
+
+
+def test_an_earlier_submission_is_not_told_of(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '8|RUNNING|None'")
+    submitted(run, ON, Event.STOPPED)
+    submitted(run, job="8")
+    assert only(run.path).state is RunState.running
+    put(commands, "squeue", "echo '9|NODE_FAIL|NodeDown'")
+    submitted(run, ON, Event.FAILED)
+    submitted(run, job="9")
+    one = only(run.path)
+    assert one.state is RunState.lost and "job 9 ended as NODE_FAIL" in one.reason
+
+
+def test_a_trainer_that_was_turned_away_says_nothing_of_the_run(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|COMPLETED|None'")
+    submitted(run, ON, Event.STOPPED)
+    run.append_event(Event.FAILED, refused=True, reason="owned", code=78)
+    assert only(run.path).state is RunState.stopped
+
+
+def test_a_state_that_slurm_may_have_one_day_is_said(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|HIBERNATING|None'")
+    submitted(run, ON)
+    assert (only(run.path).state, only(run.path).reason) == (RunState.running, "Slurm says HIBERNATING")
+    (late,) = status(run.path, now=time.time() + 3600)
+    assert late.state is RunState.lost and "HIBERNATING" in late.reason
+
+
+def test_where_to_look_when_there_is_no_word(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|FAILED|NonZeroExitCode'")
+    submitted(run)
+    assert f"{run.path} is not the same folder on the compute nodes" in only(run.path).reason
+    log = run.logs / "7.batch.log"
+    log.write_text("module: not found")
+    assert f"read {log}" in only(run.path).reason
+
+
+def test_only_the_slurm_that_took_the_job_is_asked(
+    run: RunFolder, commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(
+        commands,
+        "squeue",
+        f'echo "${{SLURM_CONF-none}} ${{SLURM_CLUSTERS-none}} $*" > {commands}/asked; echo "7|RUNNING|"',
+    )
+    monkeypatch.setenv("SLURM_CONF", "/a/lab/slurm.conf")
+    monkeypatch.setenv("SLURM_CLUSTERS", "other")
+    submitted(run)
+    assert only(run.path).state is RunState.running
+    asked = (commands / "asked").read_text()
+    assert asked.startswith("none none ") and "--clusters" not in asked
+    run.append_event(Event.SUBMITTED, job_id="7", scheduler="slurm", slurm_conf="/x", clusters="big")
+    assert only(run.path).state is RunState.running
+    asked = (commands / "asked").read_text()
+    assert asked.startswith("/x none ") and "--clusters=big" in asked
 
 
 def test_run_without_a_job(run: RunFolder) -> None:

@@ -1,10 +1,12 @@
 """Submission: what is written, what is refused, and a local job that outlives who started it."""
 
+import errno
 import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,6 @@ import pytest
 import slurm.submit
 from contract.errors import UserError
 from contract.run_folder import Event, RunFolder
-from slurm import requeue
 from slurm.job import job_folder, newest_job
 from slurm.profile import Profile, Scheduler
 from slurm.settings import JobConfig, SubmitConfig
@@ -175,7 +176,8 @@ def test_run_with_a_live_job_is_refused(
     if profile == "lab" and refusal and "does not say" in refusal:
         refusal = None  # a lab that is down has no jobs
     run.create()
-    run.append_event(Event.SUBMITTED, job_id="7", profile=profile, slurm_conf="/x")
+    conf = str(tmp_path / "gone" / "slurm.conf")
+    run.append_event(Event.SUBMITTED, job_id="7", profile=profile, scheduler="slurm", slurm_conf=conf)
     run.mark_failed("an earlier failure")
     settings = SubmitConfig(Profile(name="site"), JobConfig())
     if refusal:
@@ -199,7 +201,8 @@ def test_submitted_text_environment_and_event(
         "SEEN": str(tmp_path),
         "SLURM_JOB_ID": "1",
         "SLURM_CONF": "/x/slurm.conf",
-        "SBATCH_QOS": "bad",
+        "SBATCH_TIMELIMIT": "bad",
+        "SBATCH_CLUSTERS": "big",
     }
     before = dict(os.environ)
     submission = submit(run, CONFIG, SubmitConfig(Profile(name="site"), JobConfig(nodes=3)), environ=environ)
@@ -207,10 +210,13 @@ def test_submitted_text_environment_and_event(
     # One text: what sbatch got, what a person can read, what the caller has.
     assert (tmp_path / "text").read_text() == run.job_script.read_text() == submission.script
     seen = (tmp_path / "env").read_text()
-    assert "SLURM_CONF=/x/slurm.conf" in seen and "SLURM_JOB_ID" not in seen and "SBATCH_QOS" not in seen
+    assert (
+        "SLURM_CONF=/x/slurm.conf" in seen and "SLURM_JOB_ID" not in seen and "SBATCH_TIMELIMIT" not in seen
+    )
     event = run.read_events()[-1]
     assert (event["job_id"], event["profile"], event["nodes"]) == ("99", "site", 3)
-    assert event["slurm_conf"] == "/x/slurm.conf"
+    assert (event["slurm_conf"], event["clusters"]) == ("/x/slurm.conf", "big")
+    assert (event["scheduler"], event["host"]) == ("slurm", socket.gethostname())
     assert list(job_folder(run).glob("99_submission.sh"))
 
 
@@ -237,16 +243,54 @@ def test_two_submissions_at_once_are_one(run: RunFolder, local: SubmitConfig) ->
         submit(run, CONFIG, local)
 
 
-def test_controller_that_is_away_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = tmp_path / "asked"
-    away = 'echo "Unable to contact slurm controller" >&2; exit 1'
-    body = f"echo x >> {asked}; [ $(wc -l < {asked}) = 3 ] && exit 0; {away}"
-    (tmp_path / "scontrol").write_text(f"#!/bin/bash\n{body}\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(requeue, "_RETRY_S", 0.01)
-    assert requeue._ask_patiently(["scontrol", "requeue", "1"]).code == 0
-    assert requeue._ask_patiently(["scontrol", "requeue", "1"], patience_s=0.0).code == 1
+def test_file_system_without_locks_is_no_obstacle(
+    run: RunFolder, local: SubmitConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    run.create()
+    monkeypatch.setattr("slurm.submit.fcntl.flock", no_locks)
+    with slurm.submit._one_at_a_time(run):
+        pass
+
+
+def test_ctrl_c_does_not_lose_a_job_that_sbatch_is_taking(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a terminal does: to sbatch and to the command that called it.
+    environ = fake_slurm(tmp_path, "exit 1", "kill -INT $PPID $$; echo Submitted batch job 99")
+    monkeypatch.setenv("PATH", environ["PATH"])
+    submission = submit(run, CONFIG, SubmitConfig(Profile(name="site"), JobConfig()), environ=environ)
+    assert submission.job_id == "99" and run.read_events()[-1]["job_id"] == "99"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_missing_srun_is_one_sentence(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"not complete here \(.*srun.*\): load the site's module"):
+        submit(run, CONFIG, SubmitConfig(Profile(name="site"), JobConfig()), environ={"PATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize(("word", "alive"), [(Event.STARTED, True), (Event.STOPPED, False)])
+def test_local_job_of_another_host_is_not_started_twice(
+    run: RunFolder, local: SubmitConfig, word: Event, alive: bool, clean_up: None
+) -> None:
+    run.create()
+    run.append_event(Event.SUBMITTED, job_id="1", profile="local", scheduler="local", host="login7")
+    run.append_event(word)
+    if alive:
+        with pytest.raises(UserError, match="running already as process 1 on login7: stop it there"):
+            submit(run, CONFIG, local)
+    else:
+        assert submit(run, CONFIG, local).job_id != "1"
+
+
+def test_what_nobody_has_tried_is_said(run: RunFolder, local: SubmitConfig) -> None:
+    local.cluster.unverified = ["the partition's name"]
+    assert submit(run, CONFIG, local, dry_run=True).summary().endswith("\nnote:  the partition's name")
 
 
 @pytest.mark.req("C11")
@@ -317,6 +361,10 @@ def test_snapshot_of_a_git_checkout(run: RunFolder, checkout: Path) -> None:
 
     (checkout / "train/new.py").write_text("")
     (checkout / "train/key.secret").write_text("")
+    # New code counts, a new file beside it may be anything.
+    (checkout / "notes.txt").write_text("")
+    (checkout / ".env").write_text("TOKEN=1")
+    (checkout / "train/.env").write_text("TOKEN=1")
     (checkout / "slurm/a/b.py").unlink()
     assert snapshot(run, checkout)["dirty"] is True
     assert files(run.code) == code - {"slurm/a/b.py"} | {"train/new.py"}

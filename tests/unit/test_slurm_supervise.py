@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contract.run_folder import Event, RunFolder
+from slurm import requeue
+from slurm.launch import mpi_command
 from slurm.supervise import Verdict, judge
 
 RUNNING = (
@@ -325,3 +328,180 @@ def test_requeues_without_progress_come_to_an_end(run: RunFolder, fake_slurm: Fa
             break
     assert codes == [75] * 10 + [93]
     assert "without a new checkpoint" in run.failed.read_text()
+
+
+# --- what Slurm did is not what it said
+
+LOST_ANSWERS = (
+    "Unexpected message received for job 42",
+    "slurm_requeue error: Socket timed out on send/recv operation",
+)
+
+
+@pytest.fixture
+def in_job(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[RunFolder], str | None]]:
+    """`come_back` in this process, with little patience; returns what went wrong."""
+    for name, value in fake_slurm.environ.items():
+        monkeypatch.setenv(name, value)
+    for name in ("_PATIENCE_S", "_RETRY_S", "_KILL_WAIT_S"):
+        monkeypatch.setattr(requeue, name, 0.2)
+    before = signal.getsignal(signal.SIGTERM)
+    yield lambda run: requeue.come_back(run, 3, by_slurm=True, say=print)
+    signal.signal(signal.SIGTERM, before)
+
+
+Come = Callable[[RunFolder], str | None]
+WAITS = RUNNING.replace("RUNNING", "PENDING")
+STARTED_ANEW = RUNNING.replace("Restarts=0", "Restarts=1")
+
+
+@pytest.mark.req("C13")
+@pytest.mark.parametrize("said", LOST_ANSWERS)
+@pytest.mark.parametrize("after", [WAITS, STARTED_ANEW])
+def test_requeue_that_was_carried_out_without_a_word_has_no_successor(
+    run: RunFolder, fake_slurm: FakeSlurm, in_job: Come, said: str, after: str
+) -> None:
+    done = fake_slurm.folder / "done"
+    fake_slurm.job(
+        f"$([ -e {done} ] && echo {after} || echo {RUNNING})",
+        requeue=f"touch {done}; echo {said} >&2; exit 1",
+    )
+    assert in_job(run) is None
+    assert fake_slurm.called == ["scontrol requeue 42"] and told(run) == ["requeued"]
+
+
+@pytest.mark.parametrize("said", LOST_ANSWERS)
+def test_nothing_is_submitted_while_it_is_unknown_whether_the_job_is_requeued(
+    run: RunFolder, fake_slurm: FakeSlurm, in_job: Come, said: str
+) -> None:
+    fake_slurm.job(RUNNING, requeue=f"echo {said} >&2; exit 1")
+    assert "did not say in 0 s whether it has requeued job 42" in str(in_job(run))
+    assert set(fake_slurm.called) == {"scontrol requeue 42"} and len(fake_slurm.called) > 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["Requested operation is presently disabled", "Access/permission denied", "Invalid job id specified"],
+)
+def test_slurms_refusals_are_known(run: RunFolder, fake_slurm: FakeSlurm, in_job: Come, said: str) -> None:
+    fake_slurm.job(RUNNING, requeue=f"echo {said} for job 42 >&2; exit 1")
+    assert in_job(run) is None
+    assert [line.split()[0] for line in fake_slurm.called] == ["scontrol", "sbatch"]
+
+
+def test_job_that_slurm_does_not_describe_is_not_requeued(
+    run: RunFolder, fake_slurm: FakeSlurm, in_job: Come
+) -> None:
+    # It may have been cancelled, and a requeue would bring it back to life.
+    fake_slurm.job("$(exit 1)", requeue=ENDS_JOB)
+    fake_slurm._write("scontrol", f'[ "$1" = show ] && exit 1; echo requeue >> {fake_slurm.calls}')
+    assert "whether job 42 was cancelled, so it is not requeued" in str(in_job(run))
+    assert fake_slurm.called == [] and told(run) == []
+
+
+def test_controller_that_is_away_is_asked_again(run: RunFolder, fake_slurm: FakeSlurm, in_job: Come) -> None:
+    asked = fake_slurm.folder / "asked"
+    away = 'echo "Unable to contact slurm controller" >&2; exit 1'
+    fake_slurm.job(RUNNING, requeue=f"echo x >> {asked}; [ $(wc -l < {asked}) = 2 ] && exit 0; {away}")
+    assert in_job(run) is None
+    assert asked.read_text() == "x\n" * 2 and told(run) == ["requeued"]
+
+
+def test_successor_is_submitted_again_only_if_slurm_never_heard_of_it(
+    run: RunFolder, fake_slurm: FakeSlurm, in_job: Come
+) -> None:
+    fake_slurm.job(RUNNING, requeue="echo disabled >&2; exit 1")
+    note = f"echo sbatch >> {fake_slurm.calls}"
+    fake_slurm._write("sbatch", f"{note}; echo Socket timed out on send/recv operation >&2; exit 1")
+    assert "Socket timed out" in str(in_job(run))
+    assert fake_slurm.called.count("sbatch") == 1
+    fake_slurm._write("sbatch", f"{note}; echo Unable to contact slurm controller >&2; exit 1")
+    assert "Slurm cannot be reached" in str(in_job(run))
+    assert fake_slurm.called.count("sbatch") > 2
+
+
+def test_the_first_word_of_a_jobs_record_counts(run: RunFolder, fake_slurm: FakeSlurm, in_job: Come) -> None:
+    fake_slurm.job(f"{RUNNING} Comment=JobState=PENDING Restarts=7")
+    assert in_job(run) is None
+    assert fake_slurm.called == ["scontrol requeue 42"]
+
+
+def test_crash_during_a_stop_asks_slurm_only_about_the_requeue(run: RunFolder, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.job(RUNNING, requeue=ENDS_JOB)
+    supervise(run, "exit 75", "--requeue=slurm", environ=fake_slurm.environ)
+    assert len(fake_slurm.calls.read_text().splitlines()) == 2
+
+
+# --- who trains the run
+
+
+def test_ranks_that_were_turned_away_leave_the_run_to_its_owner(run: RunFolder) -> None:
+    owned = """echo '{"event": "failed", "refused": true, "code": 78, "reason": "n1 trains it"}'"""
+    done = supervise(run, f'{owned} >> "$1/events.jsonl"; exit 78')
+    assert done.returncode == 78 and "n1 trains it" in done.stdout
+    assert told(run) == ["failed"] and not run.failed.exists()
+
+
+def test_wrong_configuration_is_marked_though_a_dead_owner_left_its_file(run: RunFolder) -> None:
+    run.owner.write_text("{}")
+    assert supervise(run, "exit 78").returncode == 78
+    assert run.failed.exists() and told(run) == ["failed"]
+
+
+# --- a disk that is full
+
+FULL = Path("/dev/full")
+
+
+def test_launcher_that_says_much_is_read_to_its_end_on_a_full_disk(run: RunFolder) -> None:
+    done = supervise(run, "yes | head -c 300000 >&2; echo 'srun: error: x: Exited with exit code 78' >&2; exit 143",
+                     f"--log={FULL}")  # fmt: skip
+    assert done.returncode == 78
+
+
+def test_job_is_requeued_though_nothing_can_be_written(run: RunFolder, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.job(RUNNING, requeue=ENDS_JOB)
+    # A link to nowhere: cannot be written, reads as if nothing were there.
+    run.events.symlink_to(run.path / "gone" / "file")
+    with FULL.open("w") as output:
+        process = subprocess.Popen(
+            command(run, "exit 75", "--requeue=slurm"), env=os.environ | fake_slurm.environ, stdout=output
+        )
+        assert process.wait(timeout=60) == 75
+    assert fake_slurm.called == ["scontrol requeue 42"]
+    run.failed.symlink_to(run.path / "gone" / "file")
+    assert supervise(run, "exit 78").returncode == 78
+
+
+# --- ranks of mpirun
+
+RANK = """
+import sys, time; from pathlib import Path
+from train.__main__ import DIE_WITH_LAUNCHER, _die_with_launcher, os
+if os.environ.get(DIE_WITH_LAUNCHER) == "1":
+    _die_with_launcher()
+Path(sys.argv[1], f"pid{os.environ['OMPI_COMM_WORLD_RANK']}").write_text(f"{os.getpid()}")
+time.sleep(60)
+"""
+
+
+def test_ranks_of_mpirun_do_not_outlive_a_killed_supervisor(run: RunFolder) -> None:
+    launch, environment = mpi_command(2, [sys.executable, "-c", RANK, str(run.path)])
+    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--", *launch]
+    process = subprocess.Popen(start, env=os.environ | environment)
+    files = [run.path / f"pid{rank}" for rank in range(2)]
+    ranks = []
+    for file in files:
+        wait_for(file)
+        ranks.append(int(file.read_text()))
+    process.kill()
+    process.wait(timeout=20)
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in ranks if is_alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
