@@ -4,16 +4,42 @@ A `conftest.py` that imports these fixtures has them.
 """
 
 import os
+import shlex
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from contract.run_folder import Event, RunFolder
 from slurm.lab import Lab, LabSettings
 from slurm.lab.host import missing_commands
+from slurm.profile import Profile
+from slurm.render import render
+from slurm.settings import JobConfig, SubmitConfig
+
+# Rank 0 "trains" one step a 0.2 s, "saves" a step by making its folder, and stops with 75 when it is asked to.
+TRAINER = """#!/bin/bash
+run=$1; last=$2
+stop=; trap 'stop=1' TERM USR2
+say() { echo "{\\"event\\": \\"$1\\", \\"time\\": 0, \\"job\\": \\"$SLURM_JOB_ID\\"}" >> "$run/events.jsonl"; }
+save() { mkdir -p "$run/checkpoints/step_$step"; }
+step=$(ls "$run/checkpoints" | sed 's/step_//' | sort -n | tail -n 1); step=${step:-0}
+[ "$SLURM_PROCID" = 0 ] && say started
+while [ "$step" -lt "$last" ]; do
+  sleep 0.2
+  step=$((step + 1))
+  if [ -n "$stop" ]; then
+    [ "$SLURM_PROCID" = 0 ] && save && say stopped
+    exit 75
+  fi
+done
+[ "$SLURM_PROCID" = 0 ] && save && say finished && touch "$run/FINISHED"
+exit 0
+"""
 
 SETTINGS = LabSettings(nodes=4, cpus=2, gpus=2, grace_s=5, kill_wait_s=5, slurmd_timeout_s=5)
 
@@ -74,6 +100,31 @@ class SlurmLab:
         assert wait_until(lambda: set(self.cluster.node_states().values()) == {"idle"}, 45.0), (
             f"the lab is not idle after a test: {self.cluster.status()}"
         )
+
+
+def launch_shell_trainer(
+    lab: SlurmLab,
+    run: RunFolder,
+    trainer: str,
+    *arguments: object,
+    time_limit: str = "00:05:00",
+    **settings: Any,
+) -> str:
+    """Submit the rendered script of `run` with a shell script in the trainer's place; returns the job id."""
+    script = run.path / "trainer.sh"
+    script.write_text(trainer)
+    script.chmod(0o755)
+    cluster = Profile(name="lab", partition="low", stop_lead_s=10, cpus_per_node=2, ranks_per_node=2)
+    job = JobConfig(**{"nodes": 2, "time_limit": time_limit, **settings})
+    text = render(run, SubmitConfig(cluster, job))
+    before, _, rest = text.partition(" -m train --config ")
+    assert rest
+    command = shlex.join([str(script), str(run.path), *map(str, arguments)])
+    run.job_script.write_text(before.rpartition("\n")[0] + f"\n  {command}\n")
+    job_id = lab.run("sbatch", "--parsable", str(run.job_script)).strip()
+    conf = lab.environment["SLURM_CONF"]
+    run.append_event(Event.SUBMITTED, job_id=job_id, profile="lab", scheduler="slurm", slurm_conf=conf)
+    return job_id
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float) -> object:

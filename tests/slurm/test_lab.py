@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,8 @@ import pytest
 import contract
 import slurm
 from contract.errors import ConfigError, UserError
-from slurm.lab import Lab, LabSettings, down, processes, status, up
+from slurm import profile
+from slurm.lab import Lab, LabSettings, down, files, processes, status, up
 from slurm.lab.files import cgroup_prefix
 from slurm.lab.folder import locked
 from slurm.lab.host import FREEZER
@@ -228,6 +230,52 @@ def test_works_without_root(short_folder):
     assert sorted(done.stdout.split()) == sorted(
         ["65534", "65534", "CapEff:", "CapEff:", "n1", "n2", *no_rights]
     ), done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place")
+def test_lab_of_someone_else_is_never_used(short_folder, monkeypatch):
+    """His slurm.conf could name a plugin of his, which would run as the one who asks."""
+    short_folder.mkdir(mode=0o700)
+    stranger = subprocess.Popen(
+        ["sleep", "60"],
+        user=65534,
+        env={"PATH": "/usr/bin:/bin", processes.MARK: f"{short_folder}:slurmctld"},
+    )
+    try:
+        assert wait_until(lambda: holding(f"{short_folder}:slurmctld"), 5.0)
+        assert not Lab(short_folder).is_up()
+        assert processes.find(short_folder) == []
+        os.chown(short_folder, 65534, 65534)
+        for use in (Lab(short_folder).is_up, Lab(short_folder).status, lambda: Lab(short_folder).run("true")):
+            with pytest.raises(UserError, match="someone else owns it"):
+                use()
+        monkeypatch.setattr("slurm.lab.folder.default_folder", lambda: short_folder)
+        assert profile._default_lab() is None
+    finally:
+        os.chown(short_folder, 0, 0)
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_port_that_somebody_took_meanwhile_is_replaced(short_folder, monkeypatch, taken):
+    """The controller's or the node's."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        real, calls = files.free_ports, []
+
+        def ports(count):
+            calls.append(count)
+            found = real(count)
+            if len(calls) == 1:
+                found[taken] = other.getsockname()[1]
+            return found
+
+        monkeypatch.setattr(files, "free_ports", ports)
+        assert up(short_folder, LabSettings(nodes=1)).nodes == {"n1": "idle"}
+    assert len(calls) == 2
+    assert all(port < 32_768 for port in real(5))
 
 
 def test_a_daemon_that_dies_is_named_with_its_words(short_folder):

@@ -1,39 +1,19 @@
 """The supervisor under a real Slurm, with a shell script in the trainer's place."""
 
-import shlex
+import os
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.slurm_lab import SlurmLab, wait_until
+from harness.slurm_lab import TRAINER, SlurmLab, launch_shell_trainer, wait_until
 
-from contract.run_folder import Event, RunFolder
-from slurm.profile import Profile
-from slurm.render import render
-from slurm.settings import JobConfig, SubmitConfig
+from contract.run_folder import RunFolder
+from slurm.lab import processes
 from slurm.snapshot import snapshot
 from slurm.status import RunState, status
-
-# Rank 0 "trains" one step a 0.2 s, "saves" a step by making its folder, and stops with 75 when it is asked to.
-TRAINER = """#!/bin/bash
-run=$1; last=$2
-stop=; trap 'stop=1' TERM USR2
-say() { echo "{\\"event\\": \\"$1\\", \\"time\\": 0, \\"job\\": \\"$SLURM_JOB_ID\\"}" >> "$run/events.jsonl"; }
-save() { mkdir -p "$run/checkpoints/step_$step"; }
-step=$(ls "$run/checkpoints" | sed 's/step_//' | sort -n | tail -n 1); step=${step:-0}
-[ "$SLURM_PROCID" = 0 ] && say started
-while [ "$step" -lt "$last" ]; do
-  sleep 0.2
-  step=$((step + 1))
-  if [ -n "$stop" ]; then
-    [ "$SLURM_PROCID" = 0 ] && save && say stopped
-    exit 75
-  fi
-done
-[ "$SLURM_PROCID" = 0 ] && save && say finished && touch "$run/FINISHED"
-exit 0
-"""
 
 Launch = Callable[..., str]
 
@@ -52,29 +32,7 @@ def launch(lab: SlurmLab, run: RunFolder) -> Launch:
     """Submit the rendered script of `run` with other words in the trainer's place; returns the job id."""
 
     def submit(trainer: str, *arguments: object, **settings: Any) -> str:
-        script = run.path / "trainer.sh"
-        script.write_text(trainer)
-        script.chmod(0o755)
-        cluster = Profile(
-            name="lab",
-            partition="low",
-            time_limit="00:05:00",
-            stop_lead_s=10,
-            cpus_per_node=2,
-            ranks_per_node=2,
-        )
-        job = JobConfig(**{"nodes": 2, **settings})
-        text = render(run, SubmitConfig(cluster, job))
-        before, _, rest = text.partition(" -m train --config ")
-        command = shlex.join([str(script), str(run.path), *map(str, arguments)])
-        text = before.rpartition("\n")[0] + "\n  " + command + "\n"
-        assert rest
-        run.job_script.write_text(text)
-        job_id = lab.run("sbatch", "--parsable", str(run.job_script)).strip()
-        run.append_event(
-            Event.SUBMITTED, job_id=job_id, profile="lab", slurm_conf=lab.environment["SLURM_CONF"]
-        )
-        return job_id
+        return launch_shell_trainer(lab, run, trainer, *arguments, **settings)
 
     return submit
 
@@ -141,6 +99,42 @@ def test_job_that_may_not_be_requeued_has_a_successor(lab: SlurmLab, run: RunFol
     (one,) = status(run.path)
     assert one.job_id != job
     lab.wait_for_state(str(one.job_id), {"COMPLETED"}, 20)
+
+
+@pytest.mark.req("C13")
+def test_controller_that_stalls_during_the_requeue_does_not_make_two_jobs_of_one(
+    lab: SlurmLab, run: RunFolder, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "scontrol").write_text(
+        f"""#!/bin/bash
+if [ "$1" = requeue ] && [ ! -e {commands}/asks ]; then
+  touch {commands}/asks; while [ ! -e {commands}/go ]; do sleep 0.05; done
+  {shutil.which("scontrol")} "$@" 2> {commands}/said; code=$?; touch {commands}/lost; exit $code
+fi
+exec {shutil.which("scontrol")} "$@"
+"""
+    )
+    (commands / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    controller = processes.daemons(lab.cluster.folder)["slurmctld"]
+
+    job = launch(TRAINER, 15)
+    assert wait_until(lambda: "started" in told(run), 20)
+    lab.run("scancel", "--signal=USR2", job)
+    assert wait_until((commands / "asks").exists, 20)
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        (commands / "go").touch()
+        assert wait_until((commands / "lost").exists, 30)
+        assert (commands / "said").read_text() != ""
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    assert wait_until(run.finished.exists, 40), told(run)
+    assert lab.job(job)["Restarts"] == "1"
+    assert lab.run("squeue", "--noheader", "--format=%i").split() in ([], [job])
+    assert told(run) == ["submitted", "started", "stopped", "requeued", "started", "finished"]
 
 
 @pytest.mark.parametrize("how", ["together", "one early", "before the others listen"])
