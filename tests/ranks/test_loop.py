@@ -14,6 +14,7 @@ from contract.run_folder import RunFolder, read_json_lines
 from train.config import TrainConfig, load_config
 from train.data.loader import TokenWindows
 from train.data.order import shuffled
+from train.model.config import ModelConfig, flops_per_token
 from train.model.llama import build
 
 STEPS = 6
@@ -90,6 +91,17 @@ def test_an_evaluation_does_not_depend_on_the_ranks(ranks: Ranks, toy_tokens: Pa
         text_bytes = int((targets != 256).sum())
         bits = line["eval_loss"] * line["eval_tokens"] / math.log(2)
         assert line["eval_bits_per_byte"] == pytest.approx(bits / text_bytes, rel=1e-6)
+
+
+@pytest.mark.req("A14")
+def test_mfu_is_logged_where_the_peak_is_known(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", "loop.steps=2", "monitor.peak_tflops=0.5")
+    ranks(2, train_toy, overrides)
+    model = ModelConfig(vocab_size=320, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64)
+    for line in read_json_lines(RunFolder(tmp_path / "run").metrics):
+        if "loss" in line:
+            flops_per_s = line["tokens_per_s"] * flops_per_token(model, 32)
+            assert line["mfu"] == pytest.approx(flops_per_s / (2 * 0.5e12))
 
 
 @pytest.mark.req("A14", "C7")

@@ -20,7 +20,7 @@ from slurm.settings import JobConfig, SubmitConfig, load_submit, parse_time_limi
 from slurm.submit import check_stop_signal
 
 PROFILES = configs.compose.choices("cluster")
-# An sbatch in PATH that nobody calls: these tests look at text.
+# No sbatch is there to be called: these tests look at text.
 BARE = {"PATH": "/nonexistent"}
 
 
@@ -314,7 +314,13 @@ def test_which_slurm_a_lab_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_clean_environment_keeps_which_slurm_and_drops_which_job() -> None:
-    kept = {"SLURM_CONF": "c", "SLURM_CLUSTERS": "a", "PATH": "p", "HOME": "h", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    kept = {
+        "SLURM_CONF": "c",
+        "SLURM_CLUSTERS": "a",
+        "PATH": "p",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "HYDRA_FULL_ERROR": "1",
+    }
     dropped = dict.fromkeys(
         [
             *("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SBATCH_ACCOUNT", "SRUN_CPUS_PER_TASK", "PMIX_RANK"),

@@ -428,7 +428,7 @@ def test_the_first_word_of_a_jobs_record_counts(run: RunFolder, fake_slurm: Fake
     assert fake_slurm.called == ["scontrol requeue 42"]
 
 
-def test_crash_during_a_stop_asks_slurm_only_about_the_requeue(run: RunFolder, fake_slurm: FakeSlurm) -> None:
+def test_stop_asks_slurm_once_before_the_requeue(run: RunFolder, fake_slurm: FakeSlurm) -> None:
     fake_slurm.job(RUNNING, requeue=ENDS_JOB)
     supervise(run, "exit 75", "--requeue=slurm", environ=fake_slurm.environ)
     assert len(fake_slurm.calls.read_text().splitlines()) == 2
