@@ -261,9 +261,15 @@ def test_ctrl_c_does_not_lose_a_job_that_sbatch_is_taking(
     # As a terminal does: to sbatch and to the command that called it.
     environ = fake_slurm(tmp_path, "exit 1", "kill -INT $PPID $$; echo Submitted batch job 99")
     monkeypatch.setenv("PATH", environ["PATH"])
-    submission = submit(run, CONFIG, SubmitConfig(Profile(name="site"), JobConfig()), environ=environ)
+    settings = SubmitConfig(Profile(name="site"), JobConfig())
+    # A shell's background jobs ignore the signal: these tests may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        submission = submit(run, CONFIG, settings, environ=environ)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert submission.job_id == "99" and run.read_events()[-1]["job_id"] == "99"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_missing_srun_is_one_sentence(
