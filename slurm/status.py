@@ -6,6 +6,7 @@ left no marker is `lost`.
 
 import json
 import re
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from contract.errors import UserError
 from contract.run_folder import HAND_STARTED, Event, RunFolder
-from slurm.client import JobState
+from slurm.client import JobState, process_alive
 from slurm.job import Job, ask_slurm, is_over, job_folder, newest_job
 
 # A run outside any job is taken to be alive this long after its last sign of life.
 _SILENCE_S = 600.0
+DEFAULT_ROOT = "runs"
 _TAIL_BYTES = 65_536
 _STEPS = re.compile(r"^loop:\n(?:[ ].*\n)*?[ ]+steps: (\d+)$", re.MULTILINE)
 _WAITING = (
@@ -129,11 +132,16 @@ def status(root: Path, now: float | None = None) -> list[RunStatus]:
 
 def find_runs(root: Path) -> list[RunFolder]:
     """Return `root` itself if it is a run folder, else the run folders in it, by name."""
-    if _is_run(root):
-        return [RunFolder(root)]
-    if not root.is_dir():
-        return []
-    return [RunFolder(path) for path in sorted(root.iterdir()) if _is_run(path)]
+    try:
+        if _is_run(root):
+            return [RunFolder(root)]
+        if not root.exists() and root.name == DEFAULT_ROOT:
+            return []  # nothing was ever run here
+        return [RunFolder(path) for path in sorted(root.iterdir()) if _is_run(path)]
+    except OSError as error:
+        raise UserError(
+            f"{root} cannot be read ({error.strerror}): give a folder of runs, or one run"
+        ) from error
 
 
 def _is_run(path: Path) -> bool:
@@ -223,7 +231,7 @@ def _by_marker(story: _Story) -> tuple[RunState, str] | None:
     if story.run.finished.exists():
         return RunState.finished, ""
     if story.run.failed.exists():
-        return RunState.failed, story.run.failed.read_text().strip()
+        return RunState.failed, story.run.failed.read_text(errors="replace").strip()
     return None
 
 
@@ -271,10 +279,21 @@ def _without_job(story: _Story) -> tuple[RunState, str]:
         return told
     if not story.last:
         return RunState.new, ""
+    if _owner_has_died(story.run):
+        return RunState.lost, "its process has ended without a word: start it again to continue"
     if story.age_s is not None and story.age_s < _SILENCE_S:
         return _alive(story)
     minutes = (story.age_s or 0.0) / 60
     return RunState.lost, f"no sign of life for {minutes:.0f} minutes: start it again to continue"
+
+
+def _owner_has_died(run: RunFolder) -> bool:
+    """Whether the run's owner was a process of this host that is no more."""
+    try:
+        owner = json.loads(run.owner.read_text(errors="replace"))
+        return owner["host"] == socket.gethostname() and not process_alive(int(owner["pid"]), "train")
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _newest_metrics(path: Path) -> dict[str, Any]:
@@ -287,14 +306,18 @@ def _newest_metrics(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return values
     for line in lines:
-        with suppress(json.JSONDecodeError, TypeError, ValueError):  # cut at the start, torn at the end
-            values.update(json.loads(line))
+        with suppress(AttributeError, ValueError):  # cut at the start, torn at the end
+            values.update({key: value for key, value in json.loads(line).items() if _is_number(value)})
     return values
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _total_steps(run: RunFolder) -> int | None:
     try:
-        match = _STEPS.search(run.config.read_text())
+        match = _STEPS.search(run.config.read_text(errors="replace"))
     except OSError:
         return None
     return int(match[1]) if match else None

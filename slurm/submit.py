@@ -33,10 +33,13 @@ class Submission:
     run: RunFolder
     script: str
     cluster: Profile
+    slurm_conf: str | None = None
 
     def summary(self) -> str:
         """Say what was submitted, where to look, how to stop it, and what of the profile is not known to work."""
         job, stop = f"job {self.job_id} on {self.cluster.name}", f"scancel {self.job_id}"
+        if self.slurm_conf and "SLURM_CONF" not in os.environ:
+            stop = f"SLURM_CONF={self.slurm_conf} {stop}"
         if self.cluster.scheduler is Scheduler.local:
             job = (
                 f"process {self.job_id} on this machine, as no Slurm answers here or cluster=local was given"
@@ -95,7 +98,7 @@ def submit(
         raise UserError(
             f"the run folder cannot be written ({where}: {error.strerror}): set run.root"
         ) from error
-    return Submission(job_id, run, script, settings.cluster)
+    return Submission(job_id, run, script, settings.cluster, env.get("SLURM_CONF"))
 
 
 def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:

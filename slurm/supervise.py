@@ -225,6 +225,11 @@ class Supervisor:
             said = f"the training crashed (code {end.code}) while it was asked to stop"
             note(self.run, Event.WARNING, reason=said, step=self._newest_step())
         if self.requeue == "never":
+            if end.verdict is Verdict.crashed and end.reason:
+                return self._give_up(end.code, end.reason)
+            if end.verdict is Verdict.crashed:
+                # Asked before its ranks could listen: nothing was begun, nothing is lost.
+                note(self.run, Event.STOPPED, step=self._newest_step())
             self._say("stopped on request; submit the run again to continue")
             return ExitCode.STOPPED
         if self._idle_requeues() >= _MAX_IDLE_REQUEUES:

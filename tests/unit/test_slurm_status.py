@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import UserError
 from contract.run_folder import Event, RunFolder, append_json_line
 from slurm.status import RunState, RunStatus, find_runs, render, status
 
@@ -240,7 +241,7 @@ def test_many_runs_cost_one_squeue(tmp_path: Path, commands: Path) -> None:
     assert [one.run.name for one in found] == [f"r{index}" for index in range(5)]
     assert [one.state is RunState.running for one in found] == [False, True, False, True, False]
     assert (commands / "squeue.calls").read_text() == "x\n"
-    assert find_runs(tmp_path / "nowhere") == []
+    assert find_runs(tmp_path / "runs") == []
 
 
 def test_figures_and_table(run: RunFolder, commands: Path) -> None:
@@ -267,3 +268,38 @@ def test_evaluation_lines_do_not_hide_the_loss(run: RunFolder) -> None:
     append_json_line(run.metrics, {"step": 10, "loss": 2.5})
     append_json_line(run.metrics, {"step": 10, "eval_loss": 2.7})
     assert only(run.path).loss == 2.5
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("events.jsonl", b'5\n[1]\n{"event": "started", "job": "local"}\n\xff\xfe{"ev'),
+        ("metrics.jsonl", b'[1]\n{"loss": "y", "step": 3}\n\xff'),
+        ("FAILED", b"\xff\xfe out of luck"),
+        ("config.yaml", b"\xff\xfe"),
+        ("heartbeat/owner.json", b"{}"),
+    ],
+)
+def test_one_spoilt_run_does_not_hide_the_others(run: RunFolder, name: str, content: bytes) -> None:
+    other = RunFolder(run.path.parent / "other")
+    other.create()
+    other.append_event(Event.STARTED)
+    run.append_event(Event.STARTED)
+    (run.path / name).write_bytes(content)
+    shown = render(status(run.path.parent))
+    assert shown.count("\n") >= 3
+    assert "other" in shown
+
+
+def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere cannot be read \(No such file or directory\)"):
+        status(tmp_path / "nowhere")
+    assert status(tmp_path / "runs") == []
+
+
+def test_a_killed_process_of_this_host_is_not_running(run: RunFolder) -> None:
+    run.append_event(Event.STARTED)
+    run.owner.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
+    assert only(run.path).state is RunState.lost
+    run.owner.write_text(json.dumps({"host": "elsewhere", "pid": 2**22 + 1}))
+    assert only(run.path).state is RunState.running

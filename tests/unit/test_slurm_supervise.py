@@ -505,3 +505,26 @@ def test_ranks_of_mpirun_do_not_outlive_a_killed_supervisor(run: RunFolder) -> N
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "events"),
+    [
+        # Asked before the ranks could listen: nothing had begun.
+        ('kill -USR2 "$PPID"; sleep 0.5; exit 140', 75, ["warning", "stopped"]),
+        # Asked, but the checkpoint could not be saved: nobody may take that for a stop with one.
+        (
+            'echo \'{"event": "failed", "reason": "the disk is full"}\' >> "$1/events.jsonl"; kill -USR2 "$PPID"; '
+            "sleep 0.5; exit 1",
+            1,
+            ["failed", "warning", "failed"],
+        ),
+    ],
+)
+def test_a_local_job_that_ends_badly_after_a_stop_request(
+    run: RunFolder, script: str, code: int, events: list[str]
+) -> None:
+    done = supervise(run, f"trap '' USR2; {script}")
+    assert done.returncode == code, done.stdout
+    assert told(run) == events
+    assert run.failed.exists() == (code == 1)
