@@ -241,7 +241,8 @@ def test_many_runs_cost_one_squeue(tmp_path: Path, commands: Path) -> None:
     assert [one.run.name for one in found] == [f"r{index}" for index in range(5)]
     assert [one.state is RunState.running for one in found] == [False, True, False, True, False]
     assert (commands / "squeue.calls").read_text() == "x\n"
-    assert find_runs(tmp_path / "runs") == []
+    (tmp_path / "empty").mkdir()
+    assert find_runs(tmp_path / "empty") == []
 
 
 def test_figures_and_table(run: RunFolder, commands: Path) -> None:
