@@ -135,8 +135,9 @@ def wait_until(condition: Callable[[], object], timeout_s: float) -> object:
     return value
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def slurm_packages() -> None:
+    """Skips what needs Slurm where it is missing; fails instead where it is required."""
     missing = missing_commands()
     if not missing:
         return

@@ -12,3 +12,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def here_all_tests_need_slurm(slurm_packages: None) -> None:
+    pass
