@@ -145,7 +145,7 @@ def load_submit(overrides: Sequence[str], environ: Mapping[str, str] | None = No
     chosen = list(overrides)
     if not any(configs.compose.key_of(override) == "cluster" for override in chosen):
         chosen.insert(0, f"cluster={detect(socket.gethostname(), env)}")
-    settings = configs.compose.compose("submit", SubmitConfig, chosen)
+    settings = configs.compose.fill(SubmitConfig, chosen)
     settings.validate(env)
     if settings.cluster.scheduler is Scheduler.slurm and not shutil.which("sbatch", path=env.get("PATH")):
         raise ConfigError(

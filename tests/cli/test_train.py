@@ -74,6 +74,7 @@ def assert_tensorboard_has(run: RunFolder, tags: set[str], points: int) -> None:
     assert [event.step for event in events.Scalars("loss")] == list(range(1, points + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.req("C13")
 def test_ctrl_c_saves_and_the_same_command_continues(
     trierarch: Trierarch, tmp_path: Path, endless: list[str], toy: list[str]
@@ -151,6 +152,7 @@ def test_a_killed_rank_ends_the_run_and_the_run_goes_on_from_its_checkpoint(
     assert not [entry for entry in run.checkpoints.iterdir() if ".tmp-" in entry.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

@@ -36,7 +36,7 @@ def final_command(script: str) -> list[str]:
 
 
 def settings_of(name: str, **job: object) -> SubmitConfig:
-    settings = configs.compose.compose("submit", SubmitConfig, [f"cluster={name}"])
+    settings = configs.compose.fill(SubmitConfig, [f"cluster={name}"])
     settings.job = JobConfig(**{"account": "project", **job})  # type: ignore[arg-type]
     if settings.cluster.scheduler is Scheduler.local:
         settings.job.account = None
@@ -240,7 +240,7 @@ def test_what_the_users_shell_asks_for_is_used_where_nothing_else_does(tmp_path:
         "SBATCH_QOS": "q",
         "SBATCH_RESERVATION": "r",
     }
-    settings = configs.compose.compose("submit", SubmitConfig, ["cluster=juwels_booster"])
+    settings = configs.compose.fill(SubmitConfig, ["cluster=juwels_booster"])
     settings.validate(shell)
     options = directives(render(RunFolder(tmp_path), settings, shell))
     expected = {"account": "of_shell", "partition": "booster", "qos": "q", "reservation": "r"}
