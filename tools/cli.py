@@ -45,7 +45,7 @@ def train(
     from configs.compose import to_yaml
     from slurm.foreground import run_in_foreground
     from slurm.launch import local_gpus, mpi_command
-    from train.config import load_config
+    from train.config import check_batch, load_config
 
     if cfg not in (None, "job"):
         raise ConfigError(f"--cfg {cfg}: only `--cfg job` can be printed")
@@ -58,6 +58,7 @@ def train(
         return
     command = [sys.executable, "-m", "train", *(overrides or [])]
     count = ranks or max(1, local_gpus())
+    check_batch(config.loop.global_batch_size, config.parallel.micro_batch_size, count)
     argv, environment = mpi_command(count, command)
     print(f"run {config.run.name}: starting {count} rank{'s' * (count > 1)}", flush=True)
     stop_signal = signal.Signals[config.resilience.stop_signal]
@@ -73,14 +74,17 @@ def submit(
     from configs.compose import key_of, to_yaml
     from slurm.settings import load_submit
     from slurm.submit import submit as submit_run
-    from train.config import load_config
+    from train.config import check_batch, load_config
 
     where: list[str] = []
     what: list[str] = []
     for override in overrides or []:
         (where if key_of(override).split(".")[0] in SUBMIT_SECTIONS else what).append(override)
     config = load_config(what)
-    submission = submit_run(config.run_folder, to_yaml(config), load_submit(where), dry_run=dry_run)
+    settings = load_submit(where)
+    ranks = settings.job.nodes * settings.ranks_per_node
+    check_batch(config.loop.global_batch_size, config.parallel.micro_batch_size, ranks)
+    submission = submit_run(config.run_folder, to_yaml(config), settings, dry_run=dry_run)
     if dry_run:
         print(submission.script, end="")
         return

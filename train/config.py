@@ -270,6 +270,18 @@ class TrainConfig:
         self.model.validate()
 
 
+def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
+    """Raise `ConfigError` unless a global batch divides into whole micro-batches for each data-parallel rank."""
+    at_once = micro_batch_size * dp_size
+    if global_batch_size % at_once:
+        below = global_batch_size // at_once * at_once
+        choices = " or ".join(str(size) for size in (below, below + at_once) if size)
+        raise ConfigError(
+            f"loop.global_batch_size={global_batch_size} does not divide over {dp_size} data-parallel ranks of "
+            f"parallel.micro_batch_size={micro_batch_size}: set it to {choices}, or change the micro-batch size"
+        )
+
+
 def load_config(overrides: Sequence[str]) -> TrainConfig:
     """Compose and check the training configuration under the user's overrides."""
     return _finish(configs.compose.compose("train", TrainConfig, overrides))

@@ -149,10 +149,13 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_weights(
 
 
 def test_a_wrong_setting_ends_the_job_and_is_never_requeued(runs: Runs) -> None:
-    """Wrong in a way that only the ranks can see: the batch does not divide over four of them."""
-    assert runs.submit("wrong", "loop.global_batch_size=4").returncode == 0
+    """Wrong in a way that only the ranks can see: there is no such data."""
+    at_submission = runs.submit("wrong", "loop.global_batch_size=4")
+    assert at_submission.returncode == ExitCode.CONFIG, "what can be seen before the queue is said before it"
+    assert "does not divide over 4 data-parallel ranks" in at_submission.stderr
+    assert runs.submit("wrong", "data.prefix=/nowhere/tokens").returncode == 0
     failed = runs.wait_for("wrong", RunState.failed)
-    assert "does not divide over 4 data-parallel ranks" in failed.reason
+    assert "/nowhere/tokens.json does not exist" in failed.reason
     runs.lab.wait_for_state(runs.job("wrong"), {"FAILED"})
     assert runs.lab.job(runs.job("wrong"))["ExitCode"] == f"{int(ExitCode.CONFIG)}:0"
     assert runs.lab.job(runs.job("wrong"))["Restarts"] == "0"

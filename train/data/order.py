@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from contract.errors import ConfigError
+from train.config import check_batch
 
 ROUNDS = 8
 Int64Array = npt.NDArray[np.int64]
@@ -76,13 +76,6 @@ def batch_indices(
     Returns (micro_batches, micro_batch_size). Over all ranks each index of [consumed_samples,
     consumed_samples + global_batch_size) appears once. Raises `ConfigError` when the batch does not divide.
     """
-    at_once = micro_batch_size * dp_size
-    if global_batch_size % at_once:
-        below = global_batch_size // at_once * at_once
-        choices = " or ".join(str(size) for size in (below, below + at_once) if size)
-        raise ConfigError(
-            f"loop.global_batch_size={global_batch_size} does not divide over {dp_size} data-parallel ranks of "
-            f"parallel.micro_batch_size={micro_batch_size}: set it to {choices}, or change the micro-batch size"
-        )
+    check_batch(global_batch_size, micro_batch_size, dp_size)
     step = np.arange(consumed_samples, consumed_samples + global_batch_size, dtype=np.int64)
     return step.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]
