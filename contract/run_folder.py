@@ -2,6 +2,7 @@
 
     runs/<name>/
         config.yaml     the resolved training configuration
+        submit.yaml     the resolved cluster and job settings, if the run was submitted
         job.sbatch      the batch script, if the run was submitted
         code/           snapshot of the code that the job runs
         checkpoints/    step_<N>/ each, published by one rename
@@ -44,6 +45,8 @@ class Event(StrEnum):
     STOPPED = "stopped"
     REQUEUED = "requeued"
     RESTARTED = "restarted"
+    HUNG = "hung"
+    NODE_FAILED = "node_failed"
     FINISHED = "finished"
     FAILED = "failed"
     WARNING = "warning"
@@ -75,6 +78,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.yaml"
+
+    @property
+    def submit_settings(self) -> Path:
+        """The resolved settings of its last submission: cluster and job."""
+        return self.path / "submit.yaml"
 
     @property
     def job_script(self) -> Path:

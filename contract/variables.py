@@ -17,3 +17,12 @@ Ranks leave MPI before they train, so they do not notice that mpirun was killed;
 
 MASTER_SUFFIX = "TRIERARCH_MASTER_SUFFIX"
 """What to append to rank 0's host name to get its address on the fast network ("i" on JUWELS)."""
+
+START = "TRIERARCH_START"
+"""How many times the training was started before in this start of the job: a supervisor restarts it in place."""
+
+AGENT = "TRIERARCH_AGENT"
+"""Set to "1" in ranks that an agent has forked (see `contract.agent`): it names them and watches over them."""
+
+LISTENER = "TRIERARCH_LISTENER"
+"""The file descriptor on which rank 0's store listens, inherited from the agent that opened it."""

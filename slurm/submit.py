@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import configs.compose
 from contract.errors import ConfigError, UserError
 from contract.run_folder import Event, RunFolder
 from slurm.client import CLUSTERS_VARIABLES
@@ -77,6 +78,7 @@ def submit(
         with _one_at_a_time(run):
             refuse_live_job(run, env)
             _write(run, "config.yaml", train_config_yaml)
+            _write(run, "submit.yaml", configs.compose.to_yaml(settings))
             snapshot(run)
             _write(run, "job.sbatch", script)
             run.failed.unlink(missing_ok=True)
