@@ -6,30 +6,37 @@ the node's ranks as often as it is told to, watches over them, and ends them whe
 
 Every message is one JSON object in one line with its kind under "kind". Requests:
 
-    listen   ports: the first free of these ports is opened for rank 0's store; 0 means any.
+    listen   ports: the first free of these ports is opened for rank 0's store, 0 means any; host: the address to
+             open it at, all of the node's where it is left out ("127.0.0.1" when the job has one node).
     start    attempt: names this start in replies; task: see `Task`; config: path of the run's config.yaml;
              log: path of a rank's log with {rank} in it, appended to; world_size, nodes, node_rank, first_rank,
              local_size: who the ranks are; master: host:port of rank 0's store, which is the port that this
-             agent was told to open when first_rank is 0; environment: added to the ranks' own;
-             cpus: a list of CPU numbers for each local rank, or null to leave the ranks unbound.
+             agent was told to open when first_rank is 0; environment: added to the ranks' own, with the number
+             of this start (`contract.variables.START`) in it; cpus: a list of CPU numbers for each local rank, or
+             null to leave the ranks unbound; timeout_s: how long `Task.ALL_REDUCE` may take, 60 by default.
     signal   number: sent to every rank.
     stacks   where every rank is, into its log.
     kill     end every rank at once.
     check    a health check of the node: marker: a file that must be visible with this text in it: {path, text};
-             folders: {path: bytes that must be free}; gpus: how many there must be, null for any number;
-             gpu_memory_gb: the least that each must have, null for any.
+             folders: {path: bytes that must be free}; temporary_bytes: the same for the node's own temporary folder;
+             gpus: how many there must be, null for any number; gpu_memory_gb: the least that each must have, null
+             for any.
     ping     how every rank is; also the sign that the supervisor lives.
+    will     command, delay_s: what to run, so long after the supervisor was lost and the ranks were ended: the node
+             that held the supervisor has died, and only the agents of the others can bring the job back. The agent
+             stays until the command has ended, for Slurm ends a step's processes with it. Not run after `quit`.
     quit     end the ranks and leave: the work is done.
 
 Replies:
 
-    ready      host, pid, time_s: once, when the agent can fork ranks.
+    ready      host, pid, time_s, cpus: once, when the agent can fork ranks; `cpus`: the numbers that it may use.
     listening  port: null when none of the ports is free.
     exited     attempt, rank, code: of each rank, negative for a signal.
-    stopping   signal: the agent was sent a signal that asks for a stop, and has passed it on to its ranks.
-    stacks     ranks: a list of {rank, state, phase, step, silent_s}; `state` is the process's in /proc.
+    stopping   signal: the agent was sent the signal of this name, which asks for a stop, and has asked its ranks.
+    stacks     ranks: a list of {rank, pid, state, phase, step, silent_s, limit_s}; `state` is the process's in
+               /proc, limit_s how long a rank may be silent in its phase.
     health     problems: sentences, none if all is well; time_s: of this node's clock.
-    alive      time_s, ranks: as in `stacks`, with limit_s: how long a rank may be silent in its phase.
+    alive      time_s, ranks: as in `stacks`.
     error      message: a request that could not be carried out.
 """
 
@@ -61,6 +68,7 @@ class Request(StrEnum):
     KILL = "kill"
     CHECK = "check"
     PING = "ping"
+    WILL = "will"
     QUIT = "quit"
 
 

@@ -26,8 +26,14 @@ class PeerError(UserError):
     exit_code: int = ExitCode.PEER_FAILED
 
 
+class NodeError(UserError):
+    """This rank's own node lacks what the others have: a crash, since another node may do better."""
+
+    exit_code: int = 1
+
+
 class SaveError(UserError):
-    """A checkpoint that had to be written could not be: a crash, since another try may help."""
+    """What had to be written could not be: a crash, since another try may help."""
 
     exit_code: int = 1
 

@@ -28,6 +28,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from contract.variables import START
+
 HAND_STARTED = "local"
 """The job id of a process that belongs to no job."""
 
@@ -42,6 +44,8 @@ class Event(StrEnum):
     RESUMED = "resumed"
     SAVED = "saved"
     STOP_REQUESTED = "stop_requested"
+    CANCEL_REQUESTED = "cancel_requested"
+    """A person wants the run's job to end, and not to come back."""
     STOPPED = "stopped"
     REQUEUED = "requeued"
     RESTARTED = "restarted"
@@ -61,6 +65,12 @@ def job_identity(environ: dict[str, str] | None = None) -> tuple[str, int]:
     if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}", restart
     return env.get("SLURM_JOB_ID") or env.get("SUBMITIT_LOCAL_JOB_ID") or HAND_STARTED, restart
+
+
+def start_number(environ: dict[str, str] | None = None) -> int:
+    """Return how many times the training was started before in this start of the job (see `variables.START`)."""
+    env = os.environ if environ is None else environ
+    return int(env.get(START) or 0)
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,22 @@ class RunFolder:
     def read_events(self) -> list[dict[str, Any]]:
         """All events, oldest first; a torn last line is left out."""
         return list(read_json_lines(self.events))
+
+    def cancel_is_requested(self) -> bool:
+        """Whether a person has cancelled the run since it was submitted last: its job must not come back.
+
+        Inside a job: whether that was this job or one before it that it goes on from. The event of a new submission
+        may be written only after its job has begun.
+        """
+        own, _ = job_identity()
+        since: list[dict[str, Any]] = []
+        for event in reversed(self.read_events()):
+            if event.get("event") == Event.SUBMITTED:
+                break
+            since.append(event)
+        cancelled = {event.get("job_id") for event in since if event.get("event") == Event.CANCEL_REQUESTED}
+        successors = {event.get("job_id") for event in since if event.get("event") == Event.REQUEUED}
+        return bool(cancelled) and (own == HAND_STARTED or own in cancelled | successors)
 
     def published_steps(self) -> list[int]:
         """Steps that have a published checkpoint folder, in ascending order."""

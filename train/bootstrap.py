@@ -1,32 +1,31 @@
 """Who am I, and where is everybody else: a `World` from whatever started the process.
 
-The first that answers is believed: torchrun's variables, an MPI world of more than one rank, Slurm's
-variables, alone. MPI is used to find the ranks and to pass rank 0's address around; it is left again before
-training starts, so that no MPI progress thread or exit handler takes part in the run.
+The first that answers is believed: the variables of an agent, torchrun's variables, an MPI world of more than one
+rank, Slurm's variables, alone. MPI is used to find the ranks and to pass rank 0's address around; it is left again
+before training starts, so that no MPI progress thread or exit handler takes part in the run.
 """
 
-import json
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from contract.errors import ConfigError, PeerError, ReportedError, UserError
-from contract.variables import MASTER_SUFFIX
+from contract.errors import ConfigError, PeerError, UserError
+from contract.variables import AGENT, LISTENER, MASTER_SUFFIX
 
 MPI_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 PORT_CANDIDATES = 16
 CONNECT_TIMEOUT_S = 5.0
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class World:
     node_rank: int = 0
     nodes: int = 1
     launcher: str = "alone"
-    """torchrun, mpi, slurm or alone."""
+    """agent, torchrun, mpi, slurm or alone."""
     master: str = ""
     """host:port of rank 0's store; empty when alone."""
 
@@ -59,7 +58,8 @@ def join(environ: Mapping[str, str], timeout_s: float) -> Joined:
     Raises `ConfigError` when the launchers contradict each other, `PeerError` when rank 0 cannot be reached.
     """
     joined = (
-        _join_torchrun(environ, timeout_s)
+        _join_agent(environ, timeout_s)
+        or _join_torchrun(environ, timeout_s)
         or _join_mpi(environ, timeout_s)
         or _join_slurm(environ, timeout_s)
         or Joined(World(), dist.HashStore())
@@ -68,27 +68,23 @@ def join(environ: Mapping[str, str], timeout_s: float) -> Joined:
     return joined
 
 
-def start_process_group(joined: Joined, timeout_s: float, collective_timeout_s: float) -> torch.device:
-    """Wait for every rank, start the process group (NCCL with CUDA, gloo without), return the device.
-
-    Raises `PeerError` that names the ranks that did not come within `timeout_s`.
-    """
-    world = joined.world
-    device, trouble = _own_device(world)
-    _roll_call(joined, device, trouble, timeout_s)
-    interfaces = [name for _, name in socket.if_nameindex()]
-    if world.nodes == 1 and "lo" in interfaces:
-        # A laptop's host name often resolves to nothing or to an interface that comes and goes.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        device_id=None if device.type == "cpu" else device,
-        store=dist.PrefixStore("process_group", joined.store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=collective_timeout_s),
+def _join_agent(environ: Mapping[str, str], timeout_s: float) -> Joined | None:
+    """Believe the agent that has forked this rank; its own Slurm step or MPI is another world of one a node."""
+    if environ.get(AGENT) != "1":
+        return None
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    world = World(
+        rank=int(environ["RANK"]),
+        size=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ["LOCAL_RANK"]),
+        local_size=int(environ["LOCAL_WORLD_SIZE"]),
+        node_rank=int(environ["GROUP_RANK"]),
+        nodes=int(environ["GROUP_WORLD_SIZE"]),
+        launcher="agent",
+        master=f"{host}:{port}",
     )
-    return device
+    listener = socket.socket(fileno=int(environ[LISTENER])) if world.rank == 0 else None
+    return Joined(world, _store(host, port, world.size, listener, timeout_s))
 
 
 def _join_torchrun(environ: Mapping[str, str], timeout_s: float) -> Joined | None:
@@ -114,7 +110,7 @@ def _join_torchrun(environ: Mapping[str, str], timeout_s: float) -> Joined | Non
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = None
     if rank == 0 and not served:
-        listener = _listen(world.nodes == 1 and host in ("localhost", "127.0.0.1"), [port])
+        listener = listen(LOOPBACK if world.nodes == 1 and host in ("localhost", LOOPBACK) else "", [port])
         if listener is None:
             raise ConfigError(
                 f"port {port} on {host} is taken: set MASTER_PORT to a free port, or start the ranks with "
@@ -173,9 +169,9 @@ def _join_through(comm: Any, mpi: Any, timeout_s: float) -> Joined:
     leaders = comm.allgather(node.bcast(comm.rank))
     nodes = sorted(set(leaders))
     one_node = len(nodes) == 1
-    listener = _listen(one_node) if comm.rank == 0 else None
+    listener = listen(LOOPBACK if one_node else "", [0]) if comm.rank == 0 else None
     port = comm.bcast(listener.getsockname()[1] if listener else None)
-    hosts = comm.bcast(["127.0.0.1"] if one_node else _own_addresses())
+    hosts = comm.bcast([LOOPBACK] if one_node else _own_addresses())
     reached = [all(comm.allgather(_reaches(host, port))) for host in hosts]
     if not any(reached):
         raise PeerError(
@@ -246,7 +242,7 @@ def _meet(
     The token tells our store from that of another job which happens to listen on a candidate.
     """
     if rank == 0:
-        listener = _listen(False, ports)
+        listener = listen("", ports)
         if listener is None:
             raise PeerError(
                 f"no free port on {socket.gethostname()} among {ports[0]}-{ports[-1]}: set MASTER_PORT"
@@ -326,72 +322,16 @@ def _refuse_contradiction(world: World, environ: Mapping[str, str]) -> None:
         )
 
 
-def _own_device(world: World) -> tuple[torch.device, str]:
-    """Choose this rank's GPU: its own number on the node, or the one that the launcher shows it.
+def listen(host: str, ports: Sequence[int]) -> socket.socket | None:
+    """Open a listening socket at `host` (all addresses when empty) on the first free of `ports`, 0 means any.
 
-    Returns the device and what is wrong with it, empty when nothing is.
+    Returns None if all are taken.
     """
-    if not torch.cuda.is_available():
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-        if Path("/dev/nvidia0").exists() and not hidden:
-            return torch.device(
-                "cpu"
-            ), "has NVIDIA GPUs that torch cannot use (driver, or a CPU build of torch?)"
-        return torch.device("cpu"), ""
-    visible = torch.cuda.device_count()
-    # With --gpus-per-task each rank sees its own GPU alone, as number 0.
-    number = world.local_rank if visible > 1 else 0
-    if number >= visible:
-        return torch.device("cuda", 0), f"shows {visible} GPUs to more than {number} ranks"
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
-    return device, ""
-
-
-def _roll_call(joined: Joined, device: torch.device, trouble: str, timeout_s: float) -> None:
-    """Wait until every rank is there, each with a device of its own and all with the same kind.
-
-    Every rank reads the whole list and comes to the same judgement, so that none waits for one that has left.
-    """
-    world, store = joined.world, joined.store
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    store.set(f"here/{world.rank}", json.dumps([socket.gethostname(), device.type, gpu, trouble]))
-    keys = [f"here/{rank}" for rank in range(world.size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        raise PeerError(
-            f"rank {', '.join(absent) or '0'} of {world.size} did not come within {timeout_s:.0f} s: look at the "
-            "first error in its log, or raise resilience.start_timeout_s"
-        ) from error
-    sentence = judge_roll([tuple(json.loads(value)) for value in store.multi_get(keys)])
-    if sentence:
-        raise ConfigError(sentence) if world.rank == 0 else ReportedError(sentence)
-
-
-def judge_roll(roll: list[tuple[str, str, str, str]]) -> str:
-    """Say what is wrong with a list of (host, device type, GPU id, trouble) for each rank; empty if nothing."""
-    for rank, (host, _, _, trouble) in enumerate(roll):
-        if trouble:
-            return f"{host} (rank {rank}) {trouble}: start one rank a GPU, or set CUDA_VISIBLE_DEVICES= for the CPU"
-    bare = sorted({host for host, kind, _, _ in roll if kind == "cpu"})
-    if bare and any(kind != "cpu" for _, kind, _, _ in roll):
-        return f"{', '.join(bare)} shows its ranks no GPU, other nodes do: leave it out of the job"
-    first: dict[tuple[str, str], int] = {}
-    for rank, (host, _, gpu, _) in enumerate(roll):
-        if gpu and first.setdefault((host, gpu), rank) != rank:
-            return f"ranks {first[host, gpu]} and {rank} on {host} share one GPU: start one rank a GPU"
-    return ""
-
-
-def _listen(loopback: bool, ports: list[int] | None = None) -> socket.socket | None:
-    """Open a listening socket on the first free of `ports` (any port when None); None if all are taken."""
-    for port in ports or [0]:
+    for port in ports:
         listener = socket.socket()
         try:
             # No SO_REUSEADDR: a port in use must count as taken.
-            listener.bind(("127.0.0.1" if loopback else "", port))
+            listener.bind((host, port))
             listener.listen(1024)
             return listener
         except OSError:

@@ -18,6 +18,10 @@ LARGEST = 1e12
 """Bound of every number: beyond it, and for nan and inf, arithmetic further on would fail without a word."""
 
 
+WATCH_MARGIN_S = 30.0
+"""How much earlier one of two nested time limits must end, so that the one that knows the reason fires first."""
+
+
 class Resume(StrEnum):
     """What to do about checkpoints that the run folder already holds."""
 
@@ -153,9 +157,11 @@ class ResilienceConfig:
     stop_signal: str = "SIGUSR2"
     """Asks for a checkpoint and an orderly end, beside SIGTERM and Ctrl-C. Not SIGUSR1: NCCL takes it."""
     start_timeout_s: float = 300.0
-    """How long the ranks wait for each other at the start."""
+    """How long the ranks wait for each other at the start, and how long the first step may take."""
+    step_timeout_s: float = 300.0
+    """How long a later step may take before the rank counts as hung: its stack is written and the run restarted."""
     collective_timeout_s: float = 600.0
-    """How long a collective waits for a rank that does not come."""
+    """How long a collective waits for a rank that does not come; the limits above fire first and say which it is."""
     checkpoint_timeout_s: float = 1800.0
     """How long a save or a load waits for the slowest rank's storage."""
 
@@ -200,6 +206,7 @@ class TrainConfig:
             ("loop.global_batch_size", self.loop.global_batch_size),
             ("loop.log_every_steps", self.loop.log_every_steps),
             ("resilience.start_timeout_s", self.resilience.start_timeout_s),
+            ("resilience.step_timeout_s", self.resilience.step_timeout_s),
             ("resilience.collective_timeout_s", self.resilience.collective_timeout_s),
             ("resilience.checkpoint_timeout_s", self.resilience.checkpoint_timeout_s),
         ):
@@ -260,6 +267,16 @@ class TrainConfig:
             f"resilience.checkpoint_timeout_s={self.resilience.checkpoint_timeout_s} is below "
             f"resilience.collective_timeout_s={self.resilience.collective_timeout_s}: give saves more time",
         )
+        for path, value in (
+            ("resilience.step_timeout_s", self.resilience.step_timeout_s),
+            ("resilience.start_timeout_s", self.resilience.start_timeout_s),
+        ):
+            _require(
+                value + WATCH_MARGIN_S <= self.resilience.collective_timeout_s,
+                f"{path}={value} leaves less than {WATCH_MARGIN_S:.0f} s until "
+                f"resilience.collective_timeout_s={self.resilience.collective_timeout_s}, at which the ranks that wait "
+                "for a hung one give up: lower it, or raise resilience.collective_timeout_s",
+            )
         if self.optim.decay is Decay.wsd:
             decay_steps = round(self.loop.steps * self.optim.decay_fraction)
             _require(
@@ -284,15 +301,16 @@ def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> 
 
 def load_config(overrides: Sequence[str]) -> TrainConfig:
     """Compose and check the training configuration under the user's overrides."""
-    return _finish(configs.compose.compose("train", TrainConfig, overrides))
+    return finish(configs.compose.compose("train", TrainConfig, overrides))
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read the `config.yaml` of a run folder and check it."""
-    return _finish(configs.compose.load(path, TrainConfig, overrides))
+    return finish(configs.compose.load(path, TrainConfig, overrides))
 
 
-def _finish(config: TrainConfig) -> TrainConfig:
+def finish(config: TrainConfig) -> TrainConfig:
+    """Make the paths of a composed configuration absolute, in place, and check it; returns it."""
     # A job runs in its code snapshot: a path must mean the same there as where the user typed it.
     config.run.root = str(Path(config.run.root).expanduser().absolute())
     if config.run.init_from is not None:

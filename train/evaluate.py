@@ -11,6 +11,7 @@ from train.config import TrainConfig
 from train.data.loader import TokenWindows, validation_batches
 from train.model.llama import next_token_loss
 from train.precision import autocast
+from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement
 
 
@@ -75,6 +76,7 @@ class Evaluator:
             dist.get_world_size(self._group),
         )
         for batch in batches:
+            beat(Phase.EVALUATE)
             self._agreement.begin()
             if batch is not None:
                 batch = batch.to(self._device)

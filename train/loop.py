@@ -20,6 +20,7 @@ from train.monitor.recorder import Recorder
 from train.optim.schedule import learning_rate
 from train.parallel.data import accumulate, mean_over_ranks
 from train.precision import autocast
+from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement
 from train.state import TrainState
 
@@ -68,7 +69,9 @@ def train(parts: Parts) -> Outcome:
     config, state, optimizer = parts.config, parts.state, parts.state.optimizer
     steps, global_batch_size = config.loop.steps, config.loop.global_batch_size
     clock = StepClock(state.step)
+    first = state.step
     while state.step < steps:
+        beat(Phase.FIRST_STEP if state.step == first else Phase.STEP, state.step + 1)
         parts.agreement.begin()
         lr = learning_rate(config.optim, state.step, steps)
         for group in optimizer.param_groups:

@@ -1,5 +1,6 @@
 """One rank of one run: put the parts together, train, and tell how it ended."""
 
+import errno
 import os
 import socket
 import time
@@ -12,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import configs.compose
-from contract.errors import ConfigError, PeerError, ReportedError, UserError
+from contract.errors import ConfigError, PeerError, ReportedError, SaveError, UserError
 from contract.exit_codes import ExitCode
-from contract.run_folder import HAND_STARTED, Event, job_identity
-from train import bootstrap
+from contract.run_folder import HAND_STARTED, Event, job_identity, start_number
+from train import bootstrap, roll_call
 from train.checkpoint.manifest import Manifest
 from train.checkpoint.store import CheckpointStore, broadcast
-from train.config import Resume, TrainConfig
+from train.config import WATCH_MARGIN_S, Resume, TrainConfig
 from train.data.loader import TokenWindows, TrainLoader, describe_change
 from train.evaluate import Evaluator
 from train.loop import Outcome, Parts, train
@@ -32,18 +33,24 @@ from train.optim.adamw import build_optimizer
 from train.parallel.data import replicate
 from train.report import report
 from train.resilience.owner import RunOwner, RunTakenError
+from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement, StopRequest
 from train.resilience.together import together
 from train.state import TrainState, seed_everything
 
 SHARED_STORAGE_WAIT_S = 10.0
+PASSING = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EREMOTEIO)
+"""What a shared file system fails with while it fails over, or has thrown this node out."""
+LAUNCHERS = {"mpi": "mpirun", "slurm": "srun"}
+"""What people call a launcher, where that is another name."""
 
 
 def run(config: TrainConfig, request: StopRequest) -> ExitCode:
     """Find the other ranks, then train `config` until it is finished or a stop is requested."""
     limits = config.resilience
     joined = bootstrap.join(os.environ, limits.start_timeout_s)
-    device = bootstrap.start_process_group(joined, limits.start_timeout_s, limits.collective_timeout_s)
+    beat(Phase.START)
+    device = roll_call.start_process_group(joined, limits.start_timeout_s, limits.collective_timeout_s)
     return run_rank(config, request, joined.world, device)
 
 
@@ -58,6 +65,7 @@ def run_rank(
             outcome = train(parts)
         finally:
             parts.close()
+        beat(Phase.END)
         _record_end(parts, outcome)
         dist.barrier()
     except torch.OutOfMemoryError as error:
@@ -107,21 +115,24 @@ class Launch:
         self._leader = world.rank == 0
         self._claimed = False
         self._announced = False
+        self._load_s = 0.0
 
     def set_up(self) -> Parts:
         """Build what the loop works with, restored from the newest checkpoint. Collective."""
         config, device, world, limits = self._config, self._device, self._world, self._config.resilience
+        beat(Phase.START)
         control = _cpu_group(limits.collective_timeout_s)
         together(control, self._claim)
         self._claimed = True
         token = broadcast(self.owner.token, control)
-        together(control, lambda: self._check_shared(token))
-        windows, held_out = together(control, self._open_data)
+        windows, held_out = together(control, lambda: self._open_data(token))
 
+        beat(Phase.START)
         mesh = ParallelDims.of(world).build_mesh(device.type)
         checkpoints = CheckpointStore(
             run=config.run_folder,
-            group=_cpu_group(limits.checkpoint_timeout_s),
+            # The watch on the pulse knows which rank it is that others wait for: it fires first.
+            group=_cpu_group(limits.checkpoint_timeout_s + WATCH_MARGIN_S),
             manifest=Manifest(
                 step=0,
                 world_size=world.size,
@@ -131,8 +142,6 @@ class Launch:
             keep_last=config.checkpoint.keep_last,
             check_owner=self.owner.check,
         )
-        if self._leader:
-            checkpoints.clean()
         newest = checkpoints.newest()
         together(control, lambda: self._check_fits(newest, checkpoints.manifest))
         # Random weights take minutes for a large model: only where nothing replaces them.
@@ -141,11 +150,15 @@ class Launch:
         state = TrainState(model, build_optimizer(model, config.optim), rank=world.rank)
         seed_everything(config.seed, world.rank)
         if newest is not None:
+            beat(Phase.LOAD, newest.step)
+            began_s = time.monotonic()
             together(control, lambda: checkpoints.load(state, newest))
+            self._load_s = time.monotonic() - began_s
+            beat(Phase.START)
         elif not fresh:
             together(control, lambda: self._import_weights(state))
         loader = together(control, lambda: self._loader(windows, state, mesh))
-        together(control, lambda: self._announce(state))
+        together(control, lambda: self._announce(state, checkpoints))
 
         # From here on the model is called through `forward`; the state keeps the bare one.
         forward = replicate(model, mesh, device)
@@ -196,10 +209,7 @@ class Launch:
             folder.create()
             self.owner.acquire()
         except OSError as error:
-            raise UserError(
-                f"run folder {folder.path} cannot be written ({error.strerror}): choose another run.root, or free "
-                "some space"
-            ) from error
+            raise _unwritable(folder.path, error) from error
         if self._config.run.resume is Resume.never and folder.published_steps():
             raise ConfigError(
                 f"run {folder.name} already has checkpoints up to step {folder.published_steps()[-1]} in "
@@ -217,8 +227,9 @@ class Launch:
                 )
             time.sleep(0.1)
 
-    def _open_data(self) -> tuple[TokenWindows, TokenWindows | None]:
-        """Open the token files and fit the vocabulary to them."""
+    def _open_data(self, token: str) -> tuple[TokenWindows, TokenWindows | None]:
+        """Make sure of the run folder, open the token files and fit the vocabulary to them."""
+        self._check_shared(token)
         config = self._config
         windows = TokenWindows.open(config.data, "train")
         held_out = TokenWindows.open(config.data, "validation") if config.loop.eval_batches > 0 else None
@@ -257,7 +268,11 @@ class Launch:
     def _recorder(self, state: TrainState) -> Recorder:
         done = state.step == self._config.loop.steps
         return Recorder(
-            self._config.run_folder, state.step, self._config.monitor.tensorboard, redo_evaluation=done
+            self._config.run_folder,
+            state.step,
+            self._config.monitor.tensorboard,
+            redo_evaluation=done,
+            check_owner=self.owner.check,
         )
 
     def _loader(self, windows: TokenWindows, state: TrainState, mesh: DeviceMesh) -> TrainLoader:
@@ -272,8 +287,12 @@ class Launch:
             prefetch_batches=self._config.data.prefetch_batches,
         )
 
-    def _announce(self, state: TrainState) -> None:
-        """Write down what this launch is about to do (rank 0)."""
+    def _announce(self, state: TrainState, checkpoints: CheckpointStore) -> None:
+        """Write down what this launch is about to do, and tidy up what earlier ones have left (rank 0)."""
+        if self._leader:
+            self.owner.settle()
+            checkpoints.set_aside_damaged()
+            checkpoints.clean()
         self._announced = True
         if not self._leader:
             return
@@ -295,22 +314,47 @@ class Launch:
                 launcher=self._world.launcher,
                 device=_device_name(self._device),
                 changed=changes,
+                start=start_number(),
             )
             if state.step > 0:
-                folder.append_event(Event.RESUMED, step=state.step, tokens=state.tokens)
+                folder.append_event(
+                    Event.RESUMED,
+                    step=state.step,
+                    tokens=state.tokens,
+                    load_s=round(self._load_s, 3),
+                    start=start_number(),
+                )
             for name in self._request.replaced:
                 reason = f"another handler of {name} was replaced: stop requests belong to the trainer"
                 folder.append_event(Event.WARNING, reason=reason)
         except OSError as error:
-            raise UserError(
-                f"run folder {folder.path} cannot be written ({error.strerror}): free some space"
-            ) from error
-        ranks = f"{self._world.size} rank{'s' * (self._world.size > 1)}"
-        tell(f"run {folder.name}: {ranks} started by {self._world.launcher}, on {_device_name(self._device)}")
+            raise _unwritable(folder.path, error) from error
+        tell(f"run {folder.name}: {_who_trains(self._world)}, on {_device_name(self._device)}")
         if state.step > 0:
             tell(f"continuing run {folder.name} from step {state.step}")
             for change in changes:
                 tell(f"changed since then: {change}")
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    """Say that the run folder cannot be written; where that may pass by itself another try is worth it."""
+    if error.errno in PASSING:
+        return SaveError(
+            f"run folder {folder} cannot be written ({error.strerror}): look at its file system if that does not pass"
+        )
+    return UserError(
+        f"run folder {folder} cannot be written ({error.strerror}): choose another run.root, or free some space"
+    )
+
+
+def _who_trains(world: bootstrap.World) -> str:
+    """Say how many ranks there are and what has started them."""
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    if world.launcher == "alone":
+        return ranks
+    if world.launcher == "agent":
+        return f"{ranks} started by an agent" + f" on each of {world.nodes} nodes" * (world.nodes > 1)
+    return f"{ranks} started by {LAUNCHERS.get(world.launcher, world.launcher)}"
 
 
 def _changed_values(before: str, after: str) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from contract.errors import UserError
-from train import bootstrap
+from train import bootstrap, roll_call
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     timeout_s = float(os.environ.get("WHO_AM_I_TIMEOUT_S", "60"))
     try:
         joined = bootstrap.join(os.environ, timeout_s)
-        bootstrap.start_process_group(joined, timeout_s, timeout_s)
+        roll_call.start_process_group(joined, timeout_s, timeout_s)
     except UserError as error:
         print(f"trierarch: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.pool import Ranks, RanksError
 from harness.toy import toy_overrides, train_toy
@@ -19,7 +20,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from contract.errors import UserError
 from contract.exit_codes import ExitCode
-from contract.run_folder import Event, RunFolder, read_json_lines
+from contract.run_folder import STEP_FOLDER, Event, RunFolder, read_json_lines
+from contract.variables import START
+from train.checkpoint.manifest import Manifest
+from train.checkpoint.store import CheckpointStore
 from train.config import load_config
 from train.data.prepare import prepare
 from train.generate import export, load_model
@@ -60,6 +64,20 @@ def assert_same_run(one: RunFolder, other: RunFolder, tmp_path: Path) -> None:
     assert any("exp_avg_sq" in name for name in left)
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.req("C13")
+def test_each_start_writes_where_no_other_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank of an earlier start that wakes up must not write into a later one's files."""
+    store = CheckpointStore(RunFolder(tmp_path), dist.group.WORLD, Manifest(0, 1, {}, {}), 1, lambda: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    folders = []
+    for restart, start in [("", "0"), ("", "1"), ("1", "0")]:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+        monkeypatch.setenv(START, start)
+        folders.append(store._temporary(5))
+    assert len(set(folders)) == 3
+    assert not any(STEP_FOLDER.match(path.name) for path in folders)
 
 
 @pytest.mark.req("C13", "A22")

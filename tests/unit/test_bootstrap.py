@@ -1,14 +1,21 @@
 """Reading launchers' variables: what can be told without starting anything."""
 
 import contextlib
+import errno
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from contract.errors import ConfigError, UserError
-from train import bootstrap
+from contract.errors import ConfigError, NodeError, PeerError, UserError
+from train import bootstrap, roll_call
+from train.bootstrap import Joined, World
+from train.run import _unwritable, _who_trains
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,49 @@ def test_contradictions_are_errors(environ: dict[str, str], sentence: str) -> No
         bootstrap.join(environ, timeout_s=5)
 
 
+def test_an_agent_is_believed_before_its_own_step() -> None:
+    """The agent is the only task of its step on this node, and may have been started by an MPI-capable srun."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+        nodes = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        agent = {"TRIERARCH_AGENT": "1", "TRIERARCH_LISTENER": str(listener.detach())}
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    joined = bootstrap.join(
+        {**ranks, **nodes, **master, **agent, **step, "PMI_RANK": "0", "PMI_SIZE": "1"}, 5
+    )
+    assert joined.world == bootstrap.World(
+        size=8, local_size=4, nodes=2, launcher="agent", master=f"127.0.0.1:{port}"
+    )
+    joined.store.set("key", "value")
+    assert joined.store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("world", "sentence"),
+    [
+        (bootstrap.World(), "1 rank"),
+        (bootstrap.World(size=4, launcher="mpi"), "4 ranks started by mpirun"),
+        (bootstrap.World(size=4, launcher="slurm"), "4 ranks started by srun"),
+        (bootstrap.World(size=4, launcher="torchrun"), "4 ranks started by torchrun"),
+        (bootstrap.World(size=1, launcher="agent"), "1 rank started by an agent"),
+        (
+            bootstrap.World(size=4, nodes=2, launcher="agent"),
+            "4 ranks started by an agent on each of 2 nodes",
+        ),
+    ],
+)
+def test_who_trains_is_said_in_words(world: bootstrap.World, sentence: str) -> None:
+    assert _who_trains(world) == sentence
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 78), (errno.EACCES, 78), (errno.ESTALE, 1)])
+def test_a_file_system_that_fails_over_is_tried_again(number: int, code: int) -> None:
+    error = _unwritable(Path("/runs/x"), OSError(number, "no"))
+    assert error.exit_code == code and "/runs/x cannot be written (no)" in str(error)
+
+
 @pytest.mark.parametrize(
     ("roll", "sentence"),
     [
@@ -79,8 +129,47 @@ def test_contradictions_are_errors(environ: dict[str, str], sentence: str) -> No
     ],
 )
 def test_every_rank_has_a_device_of_its_own(roll: list[tuple[str, str, str, str]], sentence: str) -> None:
-    assert bootstrap.judge_roll(roll).startswith(sentence)
-    assert bool(bootstrap.judge_roll(roll)) == bool(sentence)
+    assert roll_call.judge_roll(roll).startswith(sentence)
+    assert bool(roll_call.judge_roll(roll)) == bool(sentence)
+
+
+BROKEN, WELL = ("n2", "cuda", "", "shows 1 GPUs to more than 1 ranks"), ("n1", "cuda", "a", "")
+
+
+@pytest.mark.parametrize(
+    ("roll", "before", "unfit"),
+    [
+        ([WELL, BROKEN], False, {1}),
+        ([WELL, ("n2", "cpu", "", "")], False, {1}),
+        ([BROKEN, BROKEN], False, set()),
+        ([("n2", "cuda", "a", ""), BROKEN], False, set()),
+        ([("n2", "cuda", "a", ""), BROKEN], True, {1}),
+        ([WELL, ("n2", "cuda", "a", ""), ("n2", "cuda", "a", "")], False, {2}),
+        ([("n2", "cuda", "a", ""), ("n2", "cuda", "a", "")], False, set()),
+        ([WELL, ("n1", "cuda", "b", "")], True, set()),
+    ],
+)
+def test_what_one_node_lacks_is_its_own_fault(
+    roll: list[tuple[str, str, str, str]], before: bool, unfit: set[int]
+) -> None:
+    assert roll_call.unfit_ranks(roll, before) == unfit
+
+
+def test_a_node_without_its_gpu_leaves_as_a_crash_and_its_peers_as_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The supervisor blames the rank that crashes, and tries again without its node."""
+    store = dist.HashStore()
+    monkeypatch.setattr(roll_call.socket, "gethostname", lambda: "n1")
+    store.set("here/1", json.dumps(["n2", "cpu", "", "has GPUs that torch cannot use"]))
+    with pytest.raises(PeerError, match="n2"):
+        joined = Joined(World(rank=0, size=2), store)
+        roll_call._roll_call(joined, torch.device("cpu"), "", 5.0)
+    with pytest.raises(NodeError) as caught:
+        joined = Joined(World(rank=1, size=2), store)
+        monkeypatch.setattr(roll_call.socket, "gethostname", lambda: "n2")
+        roll_call._roll_call(joined, torch.device("cpu"), "has GPUs that torch cannot use", 5.0)
+    assert caught.value.exit_code == 1
 
 
 def test_a_stranger_on_a_candidate_port_is_passed_over() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from contract.errors import PeerError, UserError
-from contract.run_folder import RunFolder
+from contract.run_folder import RunFolder, read_json_lines
+from train.monitor.recorder import Recorder
 from train.resilience import owner as module
-from train.resilience.owner import RunOwner
+from train.resilience.owner import RunOwner, RunTakenError
 
 HOLD = """
 import sys, time
@@ -108,12 +109,63 @@ def test_a_restarted_job_takes_over_from_its_former_self(
     first._done.set()
 
 
+def test_a_start_in_the_same_job_takes_over_from_an_earlier_one(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor has ended it, on whatever node: there is nothing to watch."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = RunOwner(run)
+    first.acquire()
+    rewrite(run, host="elsewhere")
+    monkeypatch.setattr(module, "is_touched", lambda *args: pytest.fail("the earlier start was watched"))
+    monkeypatch.setenv("TRIERARCH_START", "1")
+    later = RunOwner(run)
+    later.acquire()
+    later.settle()
+    monkeypatch.undo()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(RunTakenError, match="was taken over by process"):
+        first.settle()
+    first._done.set()
+    later.release()
+
+
+def test_of_two_launches_at_once_the_last_to_write_has_the_run(run: RunFolder) -> None:
+    first, second = RunOwner(run), RunOwner(run)
+    first.acquire()
+    run.owner.unlink()  # as the second has seen the folder, before the first wrote
+    second.acquire()
+    second.settle()
+    with pytest.raises(RunTakenError):
+        first.settle()
+    first._done.set()
+    second.release()
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "nonsense", "\x00\xff"])
 def test_a_spoilt_owner_file_names_nobody(run: RunFolder, text: str) -> None:
     run.owner.write_bytes(text.encode("latin-1"))
     owner = RunOwner(run)
     owner.acquire()
     owner.release()
+
+
+def test_an_owner_file_that_cannot_be_read_for_a_moment_costs_a_line_and_not_the_run(run: RunFolder) -> None:
+    owner = RunOwner(run)
+    owner.acquire()
+    recorder = Recorder(run, 0, tensorboard=False, redo_evaluation=False, check_owner=owner.check)
+    away = run.owner.rename(run.owner.with_suffix(".away"))
+    run.owner.mkdir()
+    recorder.log(1, {"loss": 1.0})
+    with pytest.raises(OSError):
+        owner.check()
+    assert not owner.sees(owner.token)
+    run.owner.rmdir()
+    away.rename(run.owner)
+    recorder.log(2, {"loss": 1.0})
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [2]
+    owner.release()
+    assert not run.owner.exists()
 
 
 def test_an_owner_that_is_me_is_known_by_its_start(run: RunFolder) -> None:

@@ -8,6 +8,7 @@ disk does not run into that of the training collectives.
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from contract.errors import PeerError, UserError
-from contract.run_folder import Event, RunFolder, job_identity
+from contract.run_folder import Event, RunFolder, job_identity, start_number
 from train.checkpoint.manifest import Manifest, read_manifest
 from train.checkpoint.reader import SafeReader, damage
 from train.durable import sync_folder
 from train.monitor.progress import tell
+from train.resilience.pulse import Phase, beat
 from train.state import TrainState
 
 T = TypeVar("T")
@@ -58,6 +60,14 @@ class CheckpointStore:
     def _folder(self, step: int) -> Path:
         return self.run.checkpoints / f"step_{step}"
 
+    def _temporary(self, step: int) -> Path:
+        """Where a step is written at first: a folder of this start alone.
+
+        A rank of an earlier start, on a node that stood still, may wake up within a save of the same step.
+        """
+        job, restart = job_identity()
+        return self._folder(step).with_name(f"step_{step}{TEMPORARY}{job}.r{restart}-{start_number()}")
+
     def clean(self) -> None:
         """Remove what killed saves have left behind. Rank 0 only, while it owns the run."""
         for entry in self.run.checkpoints.iterdir():
@@ -75,11 +85,14 @@ class CheckpointStore:
         for attempt in range(ATTEMPTS):
             if attempt > 0:
                 time.sleep(PAUSE_S)
+            beat(Phase.SAVE)
+            began_s = time.monotonic()
             reason = self._save_once(state)
             if reason is None:
                 self.newest_step = state.step
                 if self._leader:
-                    self.run.try_event(Event.SAVED, step=state.step)
+                    seconds = round(time.monotonic() - began_s, 3)
+                    self.run.try_event(Event.SAVED, step=state.step, seconds=seconds)
                     self._retain()
                 return True
             if self._leader:
@@ -89,9 +102,8 @@ class CheckpointStore:
 
     def _save_once(self, state: TrainState) -> str | None:
         """Save once; return None or the reason of the failure, the same on every rank."""
-        job, restart = job_identity()
         final = self._folder(state.step)
-        temporary = final.with_name(f"{final.name}{TEMPORARY}{job}.r{restart}")
+        temporary = self._temporary(state.step)
         reason: str | None = None
         lost: str | None = None
         try:
@@ -164,7 +176,10 @@ class CheckpointStore:
         return found
 
     def load(self, state: TrainState, manifest: Manifest) -> None:
-        """Restore `state` from a step that `newest` returned, and set damaged newer steps aside."""
+        """Restore `state` from a step that `newest` returned.
+
+        Not collective: raises `UserError` on the ranks that cannot.
+        """
         folder = self._folder(manifest.step)
         reader = SafeReader(folder)
         tree = state.state_dict()
@@ -174,7 +189,10 @@ class CheckpointStore:
             tree["rng"] = {
                 f"rank_{state.rank}": {k: v for k, v in own.items() if f"rng.rank_{state.rank}.{k}" in saved}
             }
-            dcp.load(tree, storage_reader=reader, process_group=self.group)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                # Each rank plans and reads what it needs: all there is to agree on is whether all came through.
+                dcp.load(tree, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             raise UserError(
                 f"checkpoint {folder} cannot be loaded ({_causes(error)}): put its files back, or move the folder "
@@ -182,7 +200,12 @@ class CheckpointStore:
             ) from error
         state.load_state_dict(tree)
         self.newest_step = manifest.step
-        # They must neither count as progress nor push whole steps out.
+
+    def set_aside_damaged(self) -> None:
+        """Rename steps newer than the restored one, which are not whole. Rank 0 only, while it owns the run.
+
+        They must neither count as progress nor push whole steps out.
+        """
         for step in self._damaged:
             path = self._folder(step)
             shutil.rmtree(path.with_name(path.name + DAMAGED), ignore_errors=True)

@@ -1,6 +1,7 @@
 """Metrics of rank 0: `metrics.jsonl` for machines, TensorBoard for people."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,21 @@ if TYPE_CHECKING:
 class Recorder:
     """Writes each logged step once, in both places."""
 
-    def __init__(self, run: RunFolder, resumed_step: int, tensorboard: bool, redo_evaluation: bool) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        resumed_step: int,
+        tensorboard: bool,
+        redo_evaluation: bool,
+        check_owner: Callable[[], None],
+    ) -> None:
         """Lines of work that will be done again are dropped.
 
-        That is steps after `resumed_step`, and with `redo_evaluation` the evaluation at it.
+        That is steps after `resumed_step`, and with `redo_evaluation` the evaluation at it. `check_owner` raises
+        `PeerError` when another process has the run: then nothing is written.
         """
         self._path = run.metrics
+        self._check_owner = check_owner
         self._broken = False
         _drop_after(self._path, resumed_step, redo_evaluation)
         self._writer: SummaryWriter | None = None
@@ -31,6 +41,8 @@ class Recorder:
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Record `values` of `step`; floats are kept in full precision."""
         try:
+            # A node that was cut off for a while may go on with a run that has been restarted elsewhere meanwhile.
+            self._check_owner()
             append_json_line(self._path, {"step": step, **values})
             self._broken = False
         except OSError as error:

@@ -16,11 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from contract.alive import TOUCH_EVERY_S, is_touched
 from contract.errors import PeerError, UserError
-from contract.run_folder import HAND_STARTED, RunFolder, job_identity
+from contract.run_folder import HAND_STARTED, RunFolder, job_identity, start_number
 
-TOUCH_EVERY_S = 2.0
 WATCH_S = 10.0
+SETTLE_S = 0.1
+"""How far apart two launches may be that have both found the run free."""
 
 
 class RunTakenError(UserError):
@@ -42,11 +44,16 @@ class RunOwner:
             "started": _process_start(pid),
             "job": job,
             "restart": restart,
+            "start": start_number(),
         }
         self._done = threading.Event()
+        self._claimed_s = 0.0
 
     def acquire(self) -> None:
-        """Become the owner; raise `RunTakenError` when a living process owns the run."""
+        """Claim the run; raise `RunTakenError` when a living process owns it.
+
+        Change nothing of the run before `settle`.
+        """
         current = self._read()
         if current is not None and self._is_alive(current):
             who = f"process {current['pid']} on {current['host']}"
@@ -59,10 +66,19 @@ class RunOwner:
         temporary = self._path.with_suffix(f".{self._me['token']}")
         temporary.write_text(json.dumps(self._me))
         temporary.replace(self._path)
-        # Two launches may have found the run free at once: the last to write has it.
-        time.sleep(0.1)
-        self.check()
+        self._claimed_s = time.monotonic()
         threading.Thread(target=self._touch, name="run-owner", daemon=True).start()
+
+    def settle(self) -> None:
+        """Make sure of the run; raise `RunTakenError` when another launch has claimed it at the same time.
+
+        Two launches may have found the run free at once: the last to write has it.
+        """
+        time.sleep(max(0.0, self._claimed_s + SETTLE_S - time.monotonic()))
+        try:
+            self.check()
+        except PeerError as error:
+            raise RunTakenError(str(error)) from error
 
     @property
     def token(self) -> str:
@@ -71,11 +87,13 @@ class RunOwner:
 
     def sees(self, token: str) -> bool:
         """Whether the run folder, as it is seen from here, belongs to the owner with this token."""
-        current = self._read()
-        return current is not None and current["token"] == token
+        with suppress(OSError):
+            current = self._read()
+            return current is not None and current["token"] == token
+        return False
 
     def check(self) -> None:
-        """Raise `PeerError` unless this process still owns the run."""
+        """Raise `PeerError` unless this process still owns the run, OSError when that cannot be seen."""
         current = self._read()
         if current is None or current["token"] != self._me["token"]:
             other = f"process {current['pid']} on {current['host']}" if current else "nobody we know"
@@ -84,23 +102,17 @@ class RunOwner:
     def release(self) -> None:
         """Give the run up, if it is still ours."""
         self._done.set()
-        current = self._read()
-        if current is not None and current["token"] == self._me["token"]:
-            self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if self.sees(self.token):
+                self._path.unlink(missing_ok=True)
 
     def _is_alive(self, other: dict[str, Any]) -> bool:
-        if other["job"] == self._me["job"] != HAND_STARTED and other["restart"] < self._me["restart"]:
+        if other["job"] == self._me["job"] != HAND_STARTED and _launch(other) < _launch(self._me):
+            # Its supervisor has ended it before it started this one, or Slurm has.
             return False
         if other["host"] == self._me["host"]:
             return bool(_process_start(other["pid"]) == other["started"])
-        # Clocks of two hosts differ; a file that changes while we look does not lie.
-        before = _modified(self._path)
-        deadline = time.monotonic() + WATCH_S
-        while time.monotonic() < deadline:
-            time.sleep(0.2)
-            if _modified(self._path) != before:
-                return True
-        return False
+        return is_touched(self._path, WATCH_S)
 
     def _touch(self) -> None:
         while not self._done.wait(TOUCH_EVERY_S):
@@ -110,17 +122,18 @@ class RunOwner:
     def _read(self) -> dict[str, Any] | None:
         try:
             value = json.loads(self._path.read_text())
-        except (OSError, ValueError):
+        # Not any OSError: a file system that stumbles says nothing of who has the run.
+        except (FileNotFoundError, ValueError):
             return None
         # A file that somebody has spoilt names no living owner.
-        return value if isinstance(value, dict) and value.keys() >= self._me.keys() else None
+        if not isinstance(value, dict) or not {"start", *value} >= self._me.keys():
+            return None
+        return {"start": 0} | value
 
 
-def _modified(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+def _launch(owner: dict[str, Any]) -> tuple[int, int]:
+    """Which launch of its job a process belongs to; later ones are greater."""
+    return owner["restart"], owner["start"]
 
 
 def _process_start(pid: int) -> str | None:

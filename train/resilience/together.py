@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from contract.errors import ReportedError, UserError
@@ -24,21 +25,21 @@ def together(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
         result = action()
     except UserError as caught:
         error = caught
+    failures = torch.tensor([error is not None], dtype=torch.int32)
+    dist.all_reduce(failures, group=group)
+    if not failures.item():
+        return result  # type: ignore[return-value]
     mine = None if error is None else (str(error), int(error.exit_code), socket.gethostname())
     everyone: list[tuple[str, int, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     failed = [(rank, entry) for rank, entry in enumerate(everyone) if entry is not None]
-    if not failed:
-        return result  # type: ignore[return-value]
     first_rank, (sentence, code, host) = failed[0]
     if dist.get_rank(group) != first_rank:
-        raise _with_code(ReportedError(sentence), code)
+        reported = ReportedError(sentence)
+        reported.exit_code = ExitCode(code)
+        raise reported
+    assert error is not None
     if len(failed) < len(everyone):
         ranks = ", ".join(str(rank) for rank, _ in failed)
-        sentence = f"rank {ranks} (rank {first_rank} on {host}): {sentence}"
-    raise _with_code(UserError(sentence), code) from error
-
-
-def _with_code(error: UserError, code: int) -> UserError:
-    error.exit_code = ExitCode(code)
-    return error
+        error.args = (f"rank {ranks} (rank {first_rank} on {host}): {sentence}",)
+    raise error
