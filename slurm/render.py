@@ -1,4 +1,4 @@
-"""A job and a profile -> the text of the batch script, from `templates/job.sbatch.j2`."""
+"""A job and a profile -> the text of the batch script, from `templates/job.sbatch.j2` or the user's own template."""
 
 import re
 import shlex
@@ -6,43 +6,88 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from contract.errors import ConfigError
 from contract.run_folder import RunFolder
-from slurm.launch import mpi_command
-from slurm.profile import GpuDirective, Profile, Scheduler
+from slurm.command import agent_command, escape, rank_cpus, step_command
 from slurm.settings import OF_THE_QUEUE, SubmitConfig
+from slurm.sites.profile import GpuDirective, Launch, Scheduler
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# srun waits this long for the last rank after the first one ended, so that a stuck rank can't hold the nodes.
-_LAST_RANK_WAIT_S = 300
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
-def render(run: RunFolder, settings: SubmitConfig, environ: Mapping[str, str] | None = None) -> str:
+def render(
+    run: RunFolder,
+    settings: SubmitConfig,
+    environ: Mapping[str, str] | None = None,
+    *,
+    sweep: bool = False,
+) -> str:
     """Write the script that trains `run`: a batch script for Slurm, a shell script without it.
 
-    `environ` is the submitting shell's. Raises ConfigError for a path or a setting that no script can carry.
+    With `sweep`, `run` is a sweep's folder and the script is the one of each task of its arrays. `environ` is the
+    submitting shell's. Raises ConfigError for a path, a setting or a template that gives no script.
     """
     run = RunFolder(run.path.absolute())
-    _check_text("the run folder's path", str(run.path))
-    if "{" in str(run.path):
-        raise ConfigError(f"the run folder's path {run.path} has a brace in it: give it another name")
+    _check_path(run.path, settings, sweep)
     cluster = settings.cluster
-    train = [_python(cluster), "-u", "-m", "train", "--config", str(run.config)]
     exports = _exports(settings)
-    options: list[str] = []
-    if cluster.scheduler is Scheduler.slurm:
-        options = _options(run, settings, environ or {})
-        launch = _srun(run, settings)
+    if settings.launch is Launch.agents:
+        command = agent_command(run, settings)
     else:
-        command, extra = mpi_command(settings.ranks_per_node, train)
-        # The command may be the bare trainer; what comes before it starts the ranks.
-        launch, train = command[: len(command) - len(train)], command[len(command) - len(train) :]
+        command, extra = step_command(run, settings, sweep)
         exports = extra | exports
+    text = _template(settings).render(
+        title=f"{'Sweep' if sweep else 'Run'} {run.name} on {cluster.name}: {cluster.description or 'a training run'}",
+        options=_options(run, settings, environ or {}, sweep) if cluster.scheduler is Scheduler.slurm else [],
+        modules=cluster.modules,
+        setup=cluster.setup,
+        exports=exports,
+        unset=[_checked_name("cluster.unset", name) for name in cluster.unset],
+        code=str(run.code),
+        supervise=_supervise(run, settings),
+        command=command,
+        run=str(run.path),
+        cluster=cluster,
+        job=settings.job,
+    )
+    if settings.template and not (text.startswith("#!") and "slurm.supervise" in text):
+        raise ConfigError(
+            f"{settings.template}: a script from it does not begin with #! or does not start slurm.supervise: "
+            'let it extend the built-in template by {% extends "job.sbatch.j2" %}'
+        )
+    return text
+
+
+class _Template:
+    """A Jinja2 template whose errors name the user's file."""
+
+    def __init__(self, text: str, environment: Environment, path: str) -> None:
+        self._text, self._environment, self._path = text, environment, path
+
+    def render(self, **variables: object) -> str:
+        try:
+            return self._environment.from_string(self._text).render(variables)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            where = f" line {line}" if line else ""
+            raise ConfigError(f"{self._path}{where}: {' '.join(str(error).split())}") from error
+
+
+def _template(settings: SubmitConfig) -> _Template:
+    path = Path(settings.template).expanduser() if settings.template else _TEMPLATES / "job.sbatch.j2"
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(
+            f"the template {path} cannot be read ({reason}): correct job.template or cluster.template"
+        ) from error
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        # The built-in ones first: a template of the user's with the same name can extend them.
+        loader=ChoiceLoader([FileSystemLoader(_TEMPLATES), FileSystemLoader(path.parent)]),
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
@@ -50,51 +95,43 @@ def render(run: RunFolder, settings: SubmitConfig, environ: Mapping[str, str] | 
     environment.filters["quote"] = shlex.quote
     environment.filters["join_quoted"] = shlex.join
     environment.filters["comment"] = lambda text: " ".join(text.split())
-    return environment.get_template("job.sbatch.j2").render(
-        title=f"Run {run.name} on {cluster.name}: {cluster.description or 'a training run'}",
-        options=options,
-        modules=cluster.modules,
-        setup=cluster.setup,
-        exports=exports,
-        unset=[_checked_name("cluster.unset", name) for name in cluster.unset],
-        code=str(run.code),
-        supervise=_supervise(run, settings),
-        launch=launch,
-        train=train,
-    )
+    return _Template(text, environment, str(path))
 
 
-def _python(cluster: Profile) -> str:
-    return cluster.python or sys.executable
-
-
-def _options(run: RunFolder, settings: SubmitConfig, environ: Mapping[str, str]) -> list[str]:
+def _options(run: RunFolder, settings: SubmitConfig, environ: Mapping[str, str], sweep: bool) -> list[str]:
     """Return the #SBATCH options, quoted as sbatch reads them."""
     job, cluster = settings.job, settings.cluster
     values: dict[str, object] = {
         "job-name": run.name,
         **{name: settings.queue(name, environ) for name in OF_THE_QUEUE},
-        "nodes": job.nodes,
+        "nodes": settings.nodes,
         "ntasks-per-node": settings.ranks_per_node,
         "cpus-per-task": settings.cpus_per_rank,
         **_gpus(settings),
         "mem": cluster.memory,
         "exclude": job.exclude,
         "time": settings.time_limit,
-        # To the ranks, not to this script: without the form `B:`.
-        "signal": f"{cluster.stop_signal.removeprefix('SIG')}@{cluster.stop_lead_s}",
         "open-mode": "append",
-        "output": f"{_escape(run.logs)}/%j.batch.log",
+        "output": f"{escape(str(run.logs))}/{'%A_%a' if sweep else '%j'}.batch.log",
     }
     for key, value in values.items():
         _check_text(f"--{key}", str(value))
     options = [f"--{key}={shlex.quote(str(value))}" for key, value in values.items() if value is not None]
     if cluster.exclusive:
         options.append("--exclusive")
+    if settings.launch is Launch.agents and not settings.contained:
+        # A node that dies must not end the job: the supervisor goes on with the others. If it is the supervisor's
+        # own, an agent has the job requeued, which takes Slurm's commands: an image seldom has them.
+        options.append("--no-kill")
     options.append("--requeue" if job.requeue and cluster.requeue else "--no-requeue")
-    for line in cluster.sbatch_lines:
-        _check_text("cluster.sbatch_lines", line)
-    return [*options, *cluster.sbatch_lines]
+    for key, lines in (
+        ("cluster.sbatch_lines", cluster.sbatch_lines),
+        ("job.sbatch_lines", job.sbatch_lines),
+    ):
+        for line in lines:
+            _check_text(key, line)
+            options.append(line)
+    return options
 
 
 def _gpus(settings: SubmitConfig) -> dict[str, object]:
@@ -107,47 +144,76 @@ def _gpus(settings: SubmitConfig) -> dict[str, object]:
     return {"gpus-per-node": f"{kind}{count}"}
 
 
-def _srun(run: RunFolder, settings: SubmitConfig) -> list[str]:
-    cluster = settings.cluster
-    return [
-        "srun",
-        "--kill-on-bad-exit=1",
-        f"--wait={_LAST_RANK_WAIT_S}",
-        f"--mpi={cluster.mpi}",
-        *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []),
-        "--open-mode=append",
-        # The supervisor fills in the words in braces, srun the rank.
-        f"--output={_escape(run.logs)}/{{job}}.r{{attempt}}.%t.log",
-    ]
-
-
-def _supervise(run: RunFolder, settings: SubmitConfig) -> list[str]:
+def _supervise(run: RunFolder, settings: SubmitConfig) -> list[list[str]]:
+    """Return the supervisor's command line but for what it starts, as groups of words."""
     job, cluster = settings.job, settings.cluster
-    arguments = [f"--max-restarts={job.max_restarts}", f"--stop-signal={cluster.stop_signal}"]
-    if cluster.scheduler is Scheduler.local:
-        arguments += [f"--log={run.logs}/{{job}}.r{{attempt}}.log"]
-    elif job.requeue:
-        arguments += [f"--requeue={'slurm' if cluster.requeue else 'successor'}"]
-    return [_python(cluster), "-u", "-m", "slurm.supervise", str(run.path), *arguments]
+    # Outside of any container: the host's interpreter, which needs nothing installed.
+    python = sys.executable if settings.contained else cluster.python or sys.executable
+    start = [
+        f"--launch={settings.launch}",
+        f"--nodes={job.nodes}",
+        f"--ranks-per-node={settings.ranks_per_node}",
+    ]
+    end = [
+        f"--max-restarts={job.max_restarts}",
+        f"--requeue={_requeue(settings)}",
+        f"--stop-signal={cluster.stop_signal}",
+        f"--stop-margin-s={cluster.stop_margin_s}",
+    ]
+    if cluster.scheduler is Scheduler.slurm:
+        end.append(f"--exclude-for-h={job.exclude_for_h:g}")
+    if settings.launch is Launch.agents:
+        start += _for_agents(settings)
+    elif cluster.scheduler is Scheduler.local:
+        end.append("--log={run}/logs/{job}.r{attempt}.log")
+    return [[python, "-u", "-m", "slurm.supervise", str(run.path)], start, end]
+
+
+def _requeue(settings: SubmitConfig) -> str:
+    if settings.cluster.scheduler is Scheduler.local or not settings.job.requeue:
+        return "never"
+    return "slurm" if settings.cluster.requeue else "successor"
+
+
+def _for_agents(settings: SubmitConfig) -> list[str]:
+    cluster, arguments = settings.cluster, []
+    if settings.job.health_check:
+        arguments.append("--health-check")
+    if cluster.gpus_per_node:
+        asked = cluster.gpu_directive is not GpuDirective.none
+        arguments.append(f"--gpus-per-node={settings.ranks_per_node if asked else cluster.gpus_per_node}")
+        if cluster.gpu_memory_gb:
+            arguments.append(f"--gpu-memory-gb={cluster.gpu_memory_gb:g}")
+    if cluster.master_suffix:
+        arguments.append(f"--master-suffix={cluster.master_suffix}")
+    if cpus := rank_cpus(settings):
+        arguments.append(f"--rank-cpus={cpus}".replace(" ", ""))
+    return arguments
 
 
 def _exports(settings: SubmitConfig) -> dict[str, str]:
     cluster, cpus = settings.cluster, settings.cpus_per_rank
     exports = {"OMP_NUM_THREADS": str(cpus)} if cpus else {}
-    if cpus and cluster.scheduler is Scheduler.slurm:
-        # From 22.05 on srun does not take over the job's --cpus-per-task.
-        exports["SRUN_CPUS_PER_TASK"] = str(cpus)
     if cluster.socket_interface:
         exports |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), cluster.socket_interface)
-    if cluster.master_suffix:
+    if cluster.hcas:
+        # "=": these and no other whose name begins so.
+        exports["NCCL_IB_HCA"] = "=" + ",".join(cluster.hcas)
+        exports["UCX_NET_DEVICES"] = ",".join(hca if ":" in hca else f"{hca}:1" for hca in cluster.hcas)
+    if cluster.master_suffix and settings.launch is Launch.step:
         exports["TRIERARCH_MASTER_SUFFIX"] = cluster.master_suffix
     own = {_checked_name("cluster.env", name): value for name, value in cluster.env.items()}
     return exports | own
 
 
-def _escape(path: Path) -> str:
-    """Keep Slurm from reading a % in the path as one of its patterns."""
-    return str(path).replace("%", "%%")
+def _check_path(path: Path, settings: SubmitConfig, sweep: bool) -> None:
+    _check_text("the folder's path", str(path))
+    if "{" in str(path):
+        raise ConfigError(f"the folder's path {path} has a brace in it: give it another name")
+    if sweep and settings.launch is Launch.step and "%" in str(path):
+        raise ConfigError(
+            f"the sweep's path {path} has a % in it, which srun would read as a pattern: give it another name"
+        )
 
 
 def _checked_name(key: str, name: str) -> str:
