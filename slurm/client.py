@@ -5,7 +5,7 @@ Standard library only: the supervisor of every job imports it.
 
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,13 @@ _LEAKS = re.compile(
 CLUSTERS_VARIABLES = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 # Slurm has decided, and asking again brings the same. Whatever else a command fails with (a time-out, a lost or
 # mixed-up answer), Slurm may have done what it was asked.
-_REFUSALS = re.compile(r"disabled|permission denied|not permitted|Invalid (job|user) id", re.IGNORECASE)
+_REFUSALS = re.compile(
+    r"disabled|permission denied|not permitted|Invalid (job|user) id|Invalid node name", re.IGNORECASE
+)
 _NOT_SENT = re.compile(r"Unable to contact|Connection refused")
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?")
+# 10 KB of job ids.
+_JOBS_A_CALL = 1000
 # Nothing that is still in the queue or that runs.
 ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"}
@@ -56,6 +60,10 @@ class JobState:
 
     state: str
     reason: str = ""
+    elapsed_s: int | None = None
+    """Since its newest start, where Slurm says."""
+    script: str = ""
+    """The batch script that was submitted, where Slurm says."""
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -100,36 +108,61 @@ def ask(command: Sequence[str], environ: Mapping[str, str], timeout_s: float = 5
 def job_states(
     job_ids: Sequence[str], environ: Mapping[str, str], clusters: str | None = None
 ) -> dict[str, JobState] | None:
-    """State of each job that Slurm knows, by one squeue and at most one sacct; None if Slurm does not answer.
+    """State of each job that Slurm knows, by squeue and, for what it forgot, sacct; None if Slurm does not answer.
 
     `clusters` is what `--clusters` of sbatch was. A job that is missing in the result is one that Slurm has
-    forgotten or never had.
+    forgotten or never had. One call of each command for every thousand jobs; an array counts as one.
     """
-    if not job_ids:
-        return {}
-    which = [f"--jobs={','.join(job_ids)}", *([f"--clusters={clusters}"] if clusters else [])]
-    answer = ask(["squeue", "--noheader", "--states=all", "--format=%i|%T|%r", *which], environ)
-    if answer.code != 0 and "Invalid job id" not in answer.error:
-        return None
-    found = _parse(answer.output)
-    if found.keys() >= set(job_ids):
-        return found
-    answer = ask(
-        ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", *which], environ
-    )
-    # Without accounting sacct fails, or says that every job is still pending.
-    ended = {job_id: state for job_id, state in _parse(answer.output).items() if state.state in ENDED}
-    return ended | found
+    found: dict[str, JobState] = {}
+    for which in _in_chunks(job_ids, clusters):
+        answer = ask(
+            ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%M|%o", *which], environ
+        )
+        if answer.code != 0 and "Invalid job id" not in answer.error:
+            return None
+        found |= _parse(answer.output)
+    missing = [job_id for job_id in job_ids if job_id not in found]
+    for which in _in_chunks(missing, clusters):
+        answer = ask(
+            [
+                "sacct",
+                "--noheader",
+                "--parsable2",
+                "--allocations",
+                "--array",
+                "--format=JobID,State",
+                *which,
+            ],
+            environ,
+        )
+        if answer.code != 0:
+            break
+        # Without accounting sacct fails, or says that every job is still pending.
+        ended = {job_id: state for job_id, state in _parse(answer.output).items() if state.state in ENDED}
+        found = ended | found
+    return found
+
+
+def _in_chunks(job_ids: Sequence[str], clusters: str | None) -> Iterator[list[str]]:
+    """Yield the options that name the jobs, none of them too long for a command line."""
+    # A task of an array is known by its own id once it has begun only: the array is asked for.
+    arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+    for start in range(0, len(arrays), _JOBS_A_CALL):
+        jobs = f"--jobs={','.join(arrays[start : start + _JOBS_A_CALL])}"
+        yield [jobs, f"--clusters={clusters}"] if clusters else [jobs]
 
 
 def _parse(output: str) -> dict[str, JobState]:
     states = {}
     for line in output.splitlines():
-        job_id, _, rest = line.strip().partition("|")
-        state, _, reason = rest.partition("|")
+        job_id, state, reason, elapsed, script = (*line.strip().split("|", 4), *[""] * 4)[:5]
         if job_id and state:
-            # `CANCELLED by 1000` of sacct.
-            states[job_id] = JobState(state.split()[0], "" if reason == "None" else reason)
+            states[job_id] = JobState(
+                state.split()[0],  # `CANCELLED by 1000` of sacct
+                "" if reason == "None" else reason,
+                parse_duration(elapsed),
+                "" if script == "(null)" else script,  # it came on standard input
+            )
     return states
 
 

@@ -1,19 +1,24 @@
 """The supervisor under a real Slurm, with a shell script in the trainer's place."""
 
+import json
 import os
+import re
+import shlex
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import stand_in_agent
 from harness.slurm_lab import TRAINER, SlurmLab, launch_shell_trainer, wait_until
 
-from contract.run_folder import RunFolder
+from contract.run_folder import RunFolder, read_json_lines
 from slurm.lab import processes
+from slurm.runs.status import RunState, status
 from slurm.snapshot import snapshot
-from slurm.status import RunState, status
 
 Launch = Callable[..., str]
 
@@ -170,3 +175,64 @@ def test_lost_job_is_lost_and_not_running_for_ever(lab: SlurmLab, run: RunFolder
     lab.wait_for_state(job, {"NODE_FAIL"}, 30)
     (one,) = status(run.path)
     assert one.state is RunState.lost and "NODE_FAIL" in one.reason
+
+
+# --- agents, with stand-ins that need no torch; tests/slurm/test_faults_lab.py has the trainer's own
+
+
+def launch_agents(lab: SlurmLab, run: RunFolder, plan: dict[str, Any], *options: str, setup: str = "") -> str:
+    """Submit a job of `options` whose agents are stand-ins that follow `plan`; returns the job id."""
+    (run.path / "plan.json").write_text(json.dumps({"steps": 10, **plan}))
+    agent = [sys.executable, "-u", stand_in_agent.__file__, "{node}", "{run}"]
+    srun = shlex.split(
+        "srun --overlap --nodes=1 --ntasks=1 --nodelist={node} --cpu-bind=none --unbuffered --no-kill"
+    )
+    supervise = [sys.executable, "-u", "-m", "slurm.supervise", str(run.path), "--requeue=slurm"]
+    supervise += ["--nodes=2", "--ranks-per-node=1", "--health-check", "--"]
+    run.job_script.write_text(
+        f"#!/bin/bash\ncd {shlex.quote(str(run.code))}\nexport PYTHONPATH=$PWD\n{setup}\n"
+        f"exec {shlex.join(supervise + srun + agent)}\n"
+    )
+    output = f"--output={str(run.logs).replace('%', '%%')}/%j.batch.log"
+    job = ["--no-kill", "--requeue", "--open-mode=append", "--time=00:05:00", "--ntasks-per-node=1", output]
+    return lab.run("sbatch", "--parsable", *job, *options, str(run.job_script)).strip()
+
+
+@pytest.mark.req("C13")
+def test_agents_hear_of_a_preemption_that_the_supervisor_is_not_told_of(
+    lab: SlurmLab, run: RunFolder
+) -> None:
+    job = launch_agents(lab, run, {"steps": 150}, "--nodes=2")
+    assert wait_until((run.checkpoints / "step_3").exists, 20)
+    lab.run("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
+    assert wait_until(run.finished.exists, 40), (run.logs / f"{job}.batch.log").read_text()
+    assert told(run) == ["requeued", "finished"]
+    lab.wait_for_state(job, {"COMPLETED"})
+    assert lab.job(job)["Restarts"] == "1"
+
+
+@pytest.mark.req("C4")
+def test_ranks_follow_the_order_of_a_host_file(lab: SlurmLab, run: RunFolder, tmp_path: Path) -> None:
+    """The agents' own steps have one node each, whatever the file says."""
+    (tmp_path / "hosts").write_text("n3\nn1\n")
+    setup = f"export SLURM_HOSTFILE={shlex.quote(str(tmp_path / 'hosts'))}"
+    job = launch_agents(
+        lab, run, {}, "--nodes=2", "--nodelist=n[1,3]", "--distribution=arbitrary", setup=setup
+    )
+    lab.wait_for_state(job, {"COMPLETED", "FAILED"}, 40)
+    placed = [line for line in read_json_lines(run.path / "told.jsonl") if line["task"] == "train"]
+    assert sorted((line["node_rank"], line["node"]) for line in placed) == [(0, "n3"), (1, "n1")]
+    assert placed[0]["master"].startswith("n3:")
+
+
+@pytest.mark.req("C13")
+def test_the_jobs_real_end_is_known(lab: SlurmLab, run: RunFolder, tmp_path: Path) -> None:
+    code = "import os; from slurm.supervise.deadline import ask_slurm; print(ask_slurm(os.environ))"
+    ask = f"cd {shlex.quote(str(run.code))}; {sys.executable} -c {shlex.quote(code)}"
+    change = "scontrol update JobId=$SLURM_JOB_ID TimeLimit=10"
+    job = lab.submit(f"{ask}\n{change}\n{ask}", "--time=00:03:00", folder=tmp_path)
+    lab.wait_for_state(job, {"COMPLETED", "FAILED"})
+    said = re.findall(r"left_s=(\d+), limit_s=(\d+)", (tmp_path / f"{job}.out").read_text())
+    (left, limit), (left_later, limit_later) = [tuple(map(int, pair)) for pair in said]
+    assert limit == 180 and 120 < left <= 180
+    assert limit_later == 600 and 540 < left_later <= 600

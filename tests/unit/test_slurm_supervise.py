@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from contract.run_folder import Event, RunFolder
-from slurm import requeue
 from slurm.launch import mpi_command
-from slurm.supervise import Verdict, judge
+from slurm.supervise import requeue
+from slurm.supervise.judge import Verdict, judge
 
 RUNNING = (
     "JobState=RUNNING Restarts=0 StartTime=2026-01-01T00:00:00 PreemptTime=None "
@@ -71,7 +71,7 @@ def fake_slurm(tmp_path: Path) -> FakeSlurm:
 
 
 def command(run: RunFolder, script: str, *options: str) -> list[str]:
-    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--backoff-s=0.01"]
+    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--launch=step", "--backoff-s=0.01"]
     return [*start, *options, "--", "bash", "-c", script, "trainer", str(run.path)]
 
 
@@ -184,10 +184,31 @@ def test_crashes_with_progress_are_not_counted(run: RunFolder) -> None:
     assert told(run) == ["restarted"] * 6
 
 
+@pytest.mark.req("C13")
+def test_a_file_system_that_stumbles_does_not_end_the_supervisor(run: RunFolder) -> None:
+    """It cannot be read for a moment, just when the ranks have left."""
+    later = 'sleep 1; rmdir "$1/events.jsonl"; mv "$1/away" "$1/events.jsonl"'
+    script = f'mv "$1/events.jsonl" "$1/away"; mkdir "$1/events.jsonl"; ({later}) >&- 2>&- & exit 76'
+    run.append_event(Event.STARTED)
+    done = supervise(run, f"[ -f $1/again ] && exit 0; touch $1/again; {script}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert told(run) == ["started", "restarted"]
+
+
+def test_first_restart_is_made_at_once(run: RunFolder) -> None:
+    script = '[ -e "$1/tried" ] && exit 0; touch "$1/tried"; exit 1'
+    assert supervise(run, script, "--backoff-s=600").returncode == 0
+    assert told(run) == ["restarted"]
+
+
 def test_missing_program_is_a_bounded_crash(run: RunFolder) -> None:
-    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--backoff-s=0.01", "--max-restarts=1"]
+    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--launch=step", "--backoff-s=0.01"]
     done = subprocess.run(
-        [*start, "--", "no-such-srun"], capture_output=True, text=True, timeout=60, check=False
+        [*start, "--max-restarts=1", "--", "no-such-srun"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 127 and "cannot start no-such-srun" in done.stdout
 
@@ -348,7 +369,7 @@ def in_job(
     for name in ("_PATIENCE_S", "_RETRY_S", "_KILL_WAIT_S"):
         monkeypatch.setattr(requeue, name, 0.2)
     before = signal.getsignal(signal.SIGTERM)
-    yield lambda run: requeue.come_back(run, 3, by_slurm=True, say=print)
+    yield lambda run: requeue.come_back(run, 3, requeue.Way(), print)
     signal.signal(signal.SIGTERM, before)
 
 
@@ -478,10 +499,11 @@ def test_job_is_requeued_though_nothing_can_be_written(run: RunFolder, fake_slur
 # --- ranks of mpirun
 
 RANK = """
-import sys, time; from pathlib import Path
-from train.__main__ import DIE_WITH_LAUNCHER, _die_with_launcher, os
+import os, sys, time; from pathlib import Path
+from contract.variables import DIE_WITH_LAUNCHER
+from train.resilience.process import die_with_parent
 if os.environ.get(DIE_WITH_LAUNCHER) == "1":
-    _die_with_launcher()
+    die_with_parent()
 Path(sys.argv[1], f"pid{os.environ['OMPI_COMM_WORLD_RANK']}").write_text(f"{os.getpid()}")
 time.sleep(60)
 """
@@ -489,7 +511,7 @@ time.sleep(60)
 
 def test_ranks_of_mpirun_do_not_outlive_a_killed_supervisor(run: RunFolder) -> None:
     launch, environment = mpi_command(2, [sys.executable, "-c", RANK, str(run.path)])
-    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--", *launch]
+    start = [sys.executable, "-m", "slurm.supervise", str(run.path), "--launch=step", "--", *launch]
     process = subprocess.Popen(start, env=os.environ | environment)
     files = [run.path / f"pid{rank}" for rank in range(2)]
     ranks = []
