@@ -5,23 +5,35 @@ names. Imports no torch.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from contract.errors import ConfigError, closest
 
 FOLDER = Path(__file__).parent
+HOW_TO_WRITE = (
+    "write KEY=VALUE, like optim.lr=3e-4; unusual characters go in quotes of their own: 'run.root=\"~/runs\"'"
+)
+# What OmegaConf says in words of its own, and what a user can do.
+_PLAIN = (
+    (re.compile(r"field '(.+)' is not Optional"), r"\1=null: it needs a value"),
+    (re.compile(r"Invalid value assigned: .*\blist or tuple\b.*"), "give a list: KEY=[A,B]"),
+    (re.compile(r"Invalid type assigned: .* is not a subclass of .*"), "this is a section: set keys in it"),
+)
 T = TypeVar("T")
 
 
@@ -31,16 +43,25 @@ def compose(root: str, schema: type[T], overrides: Sequence[str]) -> T:
     The root file lists `<root>_schema` first in its defaults. `__post_init__` of the dataclasses may raise
     `ConfigError` for values that are wrong together.
     """
+    return to_schema(compose_tree(root, schema, overrides)[0], schema)
+
+
+def compose_tree(root: str, schema: type, overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+    """Compose as `compose` does; return the tree, interpolations unresolved, and the choice of each group."""
     ConfigStore.instance().store(name=f"{root}_schema", node=schema)
-    parsed = [_parse(text) for text in overrides]
-    for override in parsed:
-        _check_key(override, schema)
+    for override in map(parse_setting, overrides):
+        check_override(override, schema)
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            tree = hydra_compose(root, overrides=list(overrides))
+            tree = hydra_compose(root, overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error)) from error
-    return to_schema(tree, schema)
+        raise ConfigError(explain(error)) from error
+    chosen = {
+        group: choice for group, choice in tree.hydra.runtime.choices.items() if (FOLDER / group).is_dir()
+    }
+    with flag_override(tree, ["struct", "readonly"], False):
+        del tree["hydra"]
+    return tree, chosen
 
 
 def fill(schema: type[T], overrides: Sequence[str]) -> T:
@@ -49,36 +70,36 @@ def fill(schema: type[T], overrides: Sequence[str]) -> T:
     For a root without a defaults list of its own: what `compose` would give, in a quarter of its time, which
     a login node waits for.
     """
-    parsed = [_parse(text) for text in overrides]
+    parsed = [parse_setting(text) for text in overrides]
     for override in parsed:
-        _check_key(override, schema)
+        check_override(override, schema)
     try:
         tree = OmegaConf.structured(schema)
-        for override in (one for one in parsed if _is_group(one)):
+        for override in (one for one in parsed if is_group(one)):
             group = override.key_or_group
             tree[group] = OmegaConf.merge(
                 tree[group], OmegaConf.load(FOLDER / group / f"{override.value()}.yaml")
             )
-        for override in (one for one in parsed if not _is_group(one)):
+        for override in (one for one in parsed if not is_group(one)):
             OmegaConf.update(tree, override.key_or_group, override.value())
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explain(error)) from error
     return to_schema(tree, schema)
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str] = ()) -> T:
     """Read a resolved configuration that `save` wrote, change it by dotted `overrides`, check it again."""
-    parsed = [_parse(text) for text in overrides]
+    parsed = [parse_setting(text) for text in overrides]
     for override in parsed:
-        _check_key(override, schema, groups=False)
+        check_override(override, schema, groups=False)
     try:
-        tree = OmegaConf.merge(
-            OmegaConf.structured(schema), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
-        )
+        tree = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path))
+        for override in parsed:
+            OmegaConf.update(tree, override.key_or_group, override.value())
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: give the config.yaml of a run folder") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_explain(error)}") from error
+        raise ConfigError(f"{path}: {explain(error)}") from error
     return to_schema(cast(DictConfig, tree), schema)
 
 
@@ -86,26 +107,52 @@ def to_schema(tree: DictConfig, schema: type[T]) -> T:
     """Turn a composed tree into dataclasses: interpolations resolved, nothing missing."""
     try:
         OmegaConf.resolve(tree)
-        missing = OmegaConf.missing_keys(tree)
-        if missing:
-            raise ConfigError(f"{', '.join(sorted(missing))}: a value is needed, give it as KEY=VALUE")
         config = OmegaConf.to_object(tree)
+    except MissingMandatoryValue as error:
+        missing = ", ".join(sorted(OmegaConf.missing_keys(tree)))
+        raise ConfigError(f"{missing}: a value is needed, give it as KEY=VALUE") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explain(error)) from error
     assert isinstance(config, schema)
     return config
 
 
 def to_yaml(config: Any) -> str:
-    """Print a configuration of dataclasses as YAML; `load` reads it back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """Print a resolved configuration of dataclasses as YAML; `load` reads it back."""
+    return yaml.dump(to_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.CSafeDumper):
+    """Writes what OmegaConf reads: that takes more strings for numbers than YAML 1.1 does, 1e-4 for one."""
+
+
+def _write_string(dumper: yaml.CSafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _like_a_number(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _like_a_number(text: str) -> bool:
+    try:
+        float(text.replace("_", ""))
+    except ValueError:
+        return False
+    return True
+
+
+_Dumper.add_representer(str, _write_string)
 
 
 def to_tree(config: Any) -> dict[str, Any]:
     """Turn dataclasses into plain nested dictionaries, enumerations into their names."""
-    tree = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
-    assert isinstance(tree, dict)
-    return cast(dict[str, Any], tree)
+    return cast(dict[str, Any], _plain(dataclasses.asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def flatten_yaml(text: str) -> dict[str, Any]:
@@ -129,30 +176,35 @@ def choices(group: str) -> list[str]:
 
 def key_of(override: str) -> str:
     """Return the dotted key that an override sets: `optim.lr` of `optim.lr=3e-4`."""
-    return _parse(override).key_or_group
+    return parse_setting(override).key_or_group
 
 
-def _parse(text: str) -> Override:
+@functools.lru_cache(maxsize=10_000)  # the tasks of a sweep share most of theirs
+def parse_setting(text: str) -> Override:
+    """Parse `KEY=VALUE`; raises ConfigError for anything else, a sweep too."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        raise ConfigError(
-            f"{text!r} is not a setting: write KEY=VALUE, like optim.lr=3e-4 (quote values with spaces)"
-        ) from error
+        raise ConfigError(f"{text!r} is not a setting: {HOW_TO_WRITE}") from error
     if override.is_sweep_override():
-        raise ConfigError(f"{text!r} names several values: one run takes one value")
+        raise ConfigError(
+            f"{text!r} names several values: one run takes one value (a comma in it goes in quotes of its own: "
+            "'job.partition=\"a,b\"')"
+        )
     if override.is_add() or override.is_delete():
         raise ConfigError(f"{text!r}: keys cannot be added or removed, write KEY=VALUE")
     return override
 
 
-def _is_group(override: Override) -> bool:
+def is_group(override: Override) -> bool:
+    """Whether an override chooses a file of a group, as `model=llama_3m` does."""
     return (FOLDER / override.key_or_group).is_dir()
 
 
-def _check_key(override: Override, schema: type, groups: bool = True) -> None:
+def check_override(override: Override, schema: type, groups: bool = True) -> None:
+    """Raise ConfigError, with the closest names, unless `schema` has the key and the group the choice."""
     key = override.key_or_group
-    if groups and _is_group(override):
+    if groups and is_group(override):
         options = choices(key)
         value = override.value()
         if not isinstance(value, str) or value not in options:
@@ -188,10 +240,12 @@ def field_paths(schema: type, prefix: str = "") -> list[str]:
     return paths
 
 
-def _explain(error: Exception) -> str:
+def explain(error: Exception) -> str:
     """Make one sentence of an error of Hydra or OmegaConf."""
     cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
     first = re.sub(r"\s+", " ", lines[0] if lines else str(error))
+    for theirs, ours in _PLAIN:
+        first = theirs.sub(ours, first)
     return f"{key}: {first}" if key and key not in first else first

@@ -1,7 +1,5 @@
 """Submit one run: run folder, code snapshot, script, sbatch; then return."""
 
-import errno
-import fcntl
 import os
 import shlex
 import signal
@@ -13,17 +11,17 @@ from pathlib import Path
 
 import configs.compose
 from contract.errors import ConfigError, UserError
+from contract.lock import locked
 from contract.run_folder import Event, RunFolder
 from slurm.client import CLUSTERS_VARIABLES
 from slurm.job import Job, ask_slurm, is_over, job_folder, newest_job
-from slurm.profile import Profile, Scheduler, scheduler_environment
 from slurm.render import render
+from slurm.runs.find import address, refuse_sweep, sweep_of
+from slurm.runs.status import RunState, status
 from slurm.settings import SubmitConfig, parse_time_limit
+from slurm.sites.detect import scheduler_environment
+from slurm.sites.profile import Profile, Scheduler
 from slurm.snapshot import snapshot
-from slurm.status import RunState, status
-
-# A file system that has no locks.
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @dataclass(frozen=True)
@@ -34,23 +32,23 @@ class Submission:
     run: RunFolder
     script: str
     cluster: Profile
-    slurm_conf: str | None = None
+    notes: tuple[str, ...] = ()
+    """What of the shell's settings takes part, or does not."""
 
     def summary(self) -> str:
         """Say what was submitted, where to look, how to stop it, and what of the profile is not known to work."""
-        job, stop = f"job {self.job_id} on {self.cluster.name}", f"scancel {self.job_id}"
-        if self.slurm_conf and "SLURM_CONF" not in os.environ:
-            stop = f"SLURM_CONF={self.slurm_conf} {stop}"
+        job, name = f"job {self.job_id} on {self.cluster.name}", address(self.run.path)
         if self.cluster.scheduler is Scheduler.local:
             job = (
                 f"process {self.job_id} on this machine, as no Slurm answers here or cluster=local was given"
             )
-            stop = f"kill {self.job_id}"
+        unverified = "; ".join(self.cluster.unverified)
+        notes = [*([unverified] if unverified else []), *self.notes]
         return (
             f"run {self.run.name}: {job}\n"
-            f"look:  trierarch status {shlex.quote(str(self.run.path))}, logs in {self.run.logs}\n"
-            f"stop:  {stop}  (it saves first; submit the run again to continue)"
-            + (f"\nnote:  {'; '.join(self.cluster.unverified)}" if self.cluster.unverified else "")
+            f"look:  trierarch status {name}, trierarch logs {name}\n"
+            f"stop:  trierarch cancel {name}  (it saves first; `trierarch resubmit {name}` continues it)"
+            + "".join(f"\nnote:  {note}" for note in notes)
         )
 
 
@@ -60,14 +58,20 @@ def submit(
     settings: SubmitConfig,
     dry_run: bool = False,
     environ: Mapping[str, str] | None = None,
+    keep_code: bool = False,
 ) -> Submission:
     """Submit the training that `train_config_yaml` describes, and return at once.
 
+    With `keep_code` the job runs the snapshot of the submission before, if there is one.
     Raises UserError (one sentence) if the run has a live job, the folder cannot be written, or the scheduler
     refuses. A dry run writes nothing and returns the script.
     """
     env = dict(os.environ if environ is None else environ)
     run = RunFolder(run.path.absolute())
+    refuse_sweep(run.path)
+    if (sweep := sweep_of(run.path)) is not None:
+        retry = f"trierarch sweep retry {address(Path(sweep))} {shlex.quote(run.name)}"
+        raise UserError(f"run {run.name} is a task of a sweep: `{retry}` submits it again")
     check_stop_signal(train_config_yaml, settings.cluster.stop_signal)
     script = render(run, settings, env)
     if dry_run:
@@ -77,30 +81,35 @@ def submit(
         run.create()
         with _one_at_a_time(run):
             refuse_live_job(run, env)
-            _write(run, "config.yaml", train_config_yaml)
-            _write(run, "submit.yaml", configs.compose.to_yaml(settings))
-            snapshot(run)
-            _write(run, "job.sbatch", script)
+            write_whole(run.path, "config.yaml", train_config_yaml)
+            write_whole(run.path, "submit.yaml", configs.compose.to_yaml(settings))
+            if not (keep_code and run.code.is_dir()):
+                snapshot(run)
+            write_whole(run.path, "job.sbatch", script)
             run.failed.unlink(missing_ok=True)
-            with _not_interrupted():
+            with not_interrupted():
                 job_id = _start(run, script, settings, env)
-                run.append_event(
-                    Event.SUBMITTED,
-                    job_id=job_id,
-                    profile=settings.cluster.name,
-                    scheduler=settings.cluster.scheduler,
-                    host=socket.gethostname(),
-                    nodes=settings.job.nodes,
-                    ranks=settings.job.nodes * settings.ranks_per_node,
-                    slurm_conf=env.get("SLURM_CONF"),
-                    clusters=next((env[name] for name in CLUSTERS_VARIABLES if env.get(name)), None),
-                )
+                run.append_event(Event.SUBMITTED, job_id=job_id, **submitted_as(settings, env))
     except OSError as error:
         where = error.filename or run.path
         raise UserError(
             f"the run folder cannot be written ({where}: {error.strerror}): set run.root"
         ) from error
-    return Submission(job_id, run, script, settings.cluster, env.get("SLURM_CONF"))
+    notes = tuple(settings.notes(env))
+    return Submission(job_id, run, script, settings.cluster, notes)
+
+
+def submitted_as(settings: SubmitConfig, environ: Mapping[str, str]) -> dict[str, object]:
+    """Return what the event of a submission tells beside the job's id."""
+    return {
+        "profile": settings.cluster.name,
+        "scheduler": settings.cluster.scheduler.value,
+        "host": socket.gethostname(),
+        "nodes": settings.job.nodes,
+        "ranks": settings.job.nodes * settings.ranks_per_node,
+        "slurm_conf": environ.get("SLURM_CONF"),
+        "clusters": next((environ[name] for name in CLUSTERS_VARIABLES if environ.get(name)), None),
+    }
 
 
 def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
@@ -112,8 +121,8 @@ def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
         if job.is_running_here() or (job.is_elsewhere and _seems_alive(run)):
             where = f" on {job.host}" if job.is_elsewhere else ""
             raise UserError(
-                f"run {run.name} is running already as process {job.job_id}{where}: stop it{' there' if where else ''} "
-                f"with `kill {job.job_id}`, or give this one another run.name"
+                f"run {run.name} is running already as process {job.job_id}{where}: end it{' there' if where else ''} "
+                f"with `trierarch cancel {address(run.path)}`, or give this one another run.name"
             )
         return
     answer = ask_slurm([job], environ)
@@ -127,7 +136,7 @@ def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
     if state is not None and not is_over(state):
         raise UserError(
             f"run {run.name} has job {job.job_id} already ({state.state.lower()}): end it with "
-            f"`scancel {job.job_id}`, or give this one another run.name"
+            f"`trierarch cancel {address(run.path)}`, or give this one another run.name"
         )
 
 
@@ -163,35 +172,33 @@ def _start(run: RunFolder, script: str, settings: SubmitConfig, environ: Mapping
     cluster = settings.cluster
     if cluster.scheduler is Scheduler.local:
         limit_s = parse_time_limit("job.time_limit", settings.time_limit)
-        return str(submit_local(job_folder(run), run.job_script, environ, limit_s, cluster.stop_lead_s))
+        return str(submit_local(job_folder(run), run.job_script, environ, limit_s, cluster.stop_margin_s))
     tasks = settings.job.nodes * settings.ranks_per_node
     return str(ScriptExecutor(job_folder(run), script, tasks, environ).submit_script().job_id)
 
 
-def _write(run: RunFolder, name: str, text: str) -> None:
-    """Replace a file of the run folder as a whole."""
-    fresh = run.path / f".{name}.new"
+def write_whole(folder: Path, name: str, text: str) -> None:
+    """Replace a file of a run's or a sweep's folder as a whole."""
+    fresh = folder / f".{name}.new"
     fresh.write_text(text)
-    fresh.rename(run.path / name)
+    fresh.rename(folder / name)
 
 
 @contextmanager
 def _one_at_a_time(run: RunFolder) -> Iterator[None]:
-    """Keep two submissions of one run from passing the check for a live job together."""
-    with (run.path / ".submit.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"run {run.name} is being submitted by another command: wait for it") from None
-        except OSError as error:
-            # Still there: the check for a live job, and the trainer's own for another trainer.
-            if error.errno not in _NO_LOCKS:
-                raise
-        yield
+    """Keep two submissions of one run from passing the check for a live job together.
+
+    Without locks there is still that check, and the trainer's own for another trainer.
+    """
+    try:
+        with locked(run.path / ".submit.lock"):
+            yield
+    except TimeoutError:
+        raise UserError(f"run {run.name} is being submitted by another command: wait for it") from None
 
 
 @contextmanager
-def _not_interrupted() -> Iterator[None]:
+def not_interrupted() -> Iterator[None]:
     """Keep Ctrl-C from coming between a job and the note of its id; sbatch, a child, inherits that."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
