@@ -13,16 +13,22 @@ from typing import Annotated
 import typer
 
 from contract.errors import ConfigError, UserError
+from tools.cli_cluster import app as cluster_app
 from tools.cli_data import app as data_app
 from tools.cli_lab import app as lab_app
+from tools.cli_runs import app as runs_app
+from tools.cli_sweep import app as sweep_app
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train large models on Slurm supercomputers: one command in, a finished run out.",
 )
+app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
 app.add_typer(lab_app, name="lab")
+app.add_typer(runs_app)
+app.add_typer(sweep_app, name="sweep")
 
 SUBMIT_SECTIONS = ("cluster", "job")
 
@@ -45,6 +51,7 @@ def train(
     from configs.compose import to_yaml
     from slurm.foreground import run_in_foreground
     from slurm.launch import local_gpus, mpi_command
+    from slurm.runs.find import refuse_sweep
     from train.config import check_batch, load_config
 
     if cfg not in (None, "job"):
@@ -53,6 +60,7 @@ def train(
         raise ConfigError(f"--ranks {ranks}: start at least one")
     _refuse_sections(overrides or [])
     config = load_config(overrides or [])
+    refuse_sweep(config.run_folder.path)
     if cfg:
         print(to_yaml(config), end="")
         return
@@ -68,12 +76,15 @@ def train(
 @app.command()
 def submit(
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the batch script and submit nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "--render", help="Print the batch script, submit nothing.")
+    ] = False,
 ) -> None:
     """Train as a batch job; `job.nodes=2` and `cluster=NAME` say where, the rest is as for `train`."""
     from configs.compose import key_of, to_yaml
     from slurm.settings import load_submit
     from slurm.submit import submit as submit_run
+    from tools.data_check import missing_data
     from train.config import check_batch, load_config
 
     where: list[str] = []
@@ -84,22 +95,13 @@ def submit(
     settings = load_submit(where)
     ranks = settings.job.nodes * settings.ranks_per_node
     check_batch(config.loop.global_batch_size, config.parallel.micro_batch_size, ranks)
+    for note in missing_data([config.data.prefix]):
+        print(f"note:  {note}", file=sys.stderr)
     submission = submit_run(config.run_folder, to_yaml(config), settings, dry_run=dry_run)
     if dry_run:
         print(submission.script, end="")
         return
     print(submission.summary())
-
-
-@app.command()
-def status(
-    root: Annotated[Path, typer.Argument(help="A folder of runs, or one run.")] = Path("runs"),
-) -> None:
-    """Show every run: state, job, step, loss, checkpoint."""
-    from slurm.status import render
-    from slurm.status import status as states
-
-    print(render(states(root)), end="")
 
 
 @app.command()

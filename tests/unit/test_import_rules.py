@@ -17,7 +17,7 @@ ALLOWED = {
     "configs": {"configs", "contract"},
     "slurm": {"slurm", "configs", "contract"},
     "train": {"train", "configs", "contract"},
-    "tools": {"tools", "configs", "contract"},
+    "tools": {"tools", "slurm", "configs", "contract"},
 }
 
 
@@ -55,9 +55,10 @@ def test_the_model_knows_nothing_of_the_trainer() -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import tools.cli, tools.cli_data, tools.cli_lab",
+        "import tools.cli, tools.cli_data, tools.cli_lab, tools.cli_runs, tools.table",
         "import train.config, train.checkpoint.manifest, train.data.prepare",
-        "import slurm.settings, slurm.submit, slurm.status, slurm.supervise, slurm.lab.cluster",
+        "import slurm.settings, slurm.submit, slurm.runs.status, slurm.supervise.__main__, slurm.lab.cluster",
+        "import slurm.runs.logs, slurm.runs.cancel, slurm.runs.resubmit",
         "import sys; sys.argv = ['trierarch', 'train', '--cfg', 'job']\n"
         "from tools.cli import app\napp(standalone_mode=False)",
         "import sys; sys.argv = ['trierarch', 'submit', '--dry-run', 'cluster=slurm']\n"

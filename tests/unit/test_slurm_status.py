@@ -10,7 +10,10 @@ import pytest
 
 from contract.errors import UserError
 from contract.run_folder import Event, RunFolder, append_json_line
-from slurm.status import RunState, RunStatus, find_runs, render, status
+from slurm.client import job_states
+from slurm.runs.find import find_runs
+from slurm.runs.status import RunState, RunStatus, status
+from tools.table import render
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 SILENT = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -69,9 +72,24 @@ ON = Event.STARTED
         ("7|COMPLETED|None", (ON, Event.FINISHED), RunState.finished, ""),
         ("7|FAILED|NonZeroExitCode", (ON, Event.FAILED), RunState.failed, "boom"),
         ("7|CANCELLED by 1000|None", (ON,), RunState.stopped, "job 7 ended as CANCELLED"),
-        ("7|CANCELLED|None", (ON, Event.STOPPED), RunState.stopped, ""),
-        ("7|NODE_FAIL|NodeDown", (ON,), RunState.lost, "job 7 ended as NODE_FAIL and the run left no word"),
-        ("7|TIMEOUT|TimeLimit", (ON, Event.STOP_REQUESTED), RunState.lost, "TIMEOUT"),
+        ("7|CANCELLED|None", (ON, Event.STOPPED), RunState.stopped, "cancelled"),
+        ("7|CANCELLED|None", (ON, Event.FINISHED), RunState.finished, ""),
+        ("7|NODE_FAIL|NodeDown", (ON,), RunState.lost, "NODE_FAIL: job 7 lost a node and was not requeued"),
+        ("7|TIMEOUT|TimeLimit", (ON, Event.STOP_REQUESTED), RunState.lost, "with a longer job.time_limit"),
+        ("7|PREEMPTED|None", (ON,), RunState.lost, "PREEMPTED: job 7 was pre-empted and not requeued"),
+        ("7|PREEMPTED|None", (ON, Event.STOPPED), RunState.stopped, "PREEMPTED: job 7 was pre-empted"),
+        ("7|OUT_OF_MEMORY|OutOfMemory", (ON,), RunState.lost, "raise cluster.memory, then resubmit it"),
+        ("7|OUT_OF_MEMORY|OutOfMemory", (ON, Event.FAILED), RunState.failed, "boom; OUT_OF_MEMORY"),
+        ("7|BOOT_FAIL|None", (), RunState.lost, "BOOT_FAIL: job 7 lost a node that did not boot"),
+        ("7|DEADLINE|None", (ON,), RunState.lost, "DEADLINE: job 7 could not end before its deadline"),
+        ("7|FAILED|NonZeroExitCode", (ON,), RunState.lost, "job 7 ended as FAILED and the run left no word"),
+        # Cancelled, and what becomes of it on the way to its end.
+        ("7|RUNNING|None", (ON, Event.CANCEL_REQUESTED), RunState.stopping, "cancelled"),
+        ("7|COMPLETING|None", (ON, Event.CANCEL_REQUESTED), RunState.stopping, "cancelled"),
+        ("7|COMPLETED|None", (ON, Event.CANCEL_REQUESTED, Event.STOPPED), RunState.stopped, "cancelled"),
+        ("7|PENDING|BeginTime", (ON, Event.CANCEL_REQUESTED), RunState.requeued, "it leaves when it starts"),
+        ("", (Event.CANCEL_REQUESTED,), RunState.stopped, "cancelled"),
+        ("", (ON, Event.CANCEL_REQUESTED, Event.FINISHED), RunState.finished, ""),
         ("", (ON,), RunState.lost, "Slurm does not know job 7"),
         ("", (ON, Event.FINISHED), RunState.finished, ""),
     ],
@@ -84,6 +102,102 @@ def test_state_from_slurm(
     one = only(run.path)
     assert one.state is state and one.job_id == "7"
     assert reason in one.reason and bool(reason) == bool(one.reason)
+
+
+@pytest.mark.req("D6")
+def test_a_job_that_runs_without_a_sign_of_life_is_silent(run: RunFolder, commands: Path) -> None:
+    submitted(run, ON)
+    put(commands, "squeue", f"echo '7|RUNNING|None|2:00:00|{run.job_script}'")
+    assert only(run.path).state is RunState.running
+    (late,) = status(run.path, now=time.time() + 1800)
+    assert late.state is RunState.silent and "no sign of life for 30 minutes" in late.reason
+    # It waited long and has just begun, or is suspended.
+    put(commands, "squeue", f"echo '7|RUNNING|None|0:30|{run.job_script}'")
+    assert status(run.path, now=time.time() + 1800)[0].state is RunState.running
+    put(commands, "squeue", f"echo '7|SUSPENDED|None|2:00:00|{run.job_script}'")
+    assert status(run.path, now=time.time() + 1800)[0].state is RunState.running
+
+
+def test_another_runs_job_under_the_same_id_is_not_this_runs(
+    run: RunFolder, commands: Path, tmp_path: Path
+) -> None:
+    submitted(run, ON)
+    put(commands, "squeue", f"echo '7|RUNNING|None|0:10|{tmp_path}/runs/other/job.sbatch'")
+    one = only(run.path)
+    assert one.state is RunState.lost and "Slurm does not know job 7" in one.reason
+    # The same folder by another path is the same folder.
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    put(commands, "squeue", f"echo '7|RUNNING|None|0:10|{tmp_path}/link/one/job.sbatch'")
+    assert only(run.path).state is RunState.running
+
+
+def test_what_a_run_has_got_over_is_told(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|RUNNING|None'")
+    submitted(run, ON)
+    run.append_event(Event.NODE_FAILED, node="n4", reason="lost")
+    run.append_event(Event.RESTARTED, rank=3, node="n4", reason="killed by signal 9")
+    run.append_event(Event.RESTARTED, rank=1, node="n2", reason="out of luck")
+    run.append_event(Event.STARTED)
+    append_json_line(run.metrics, {"step": 10, "loss": 2.5, "step_time_s": 0.5})
+    one = only(run.path)
+    assert (one.state, one.restarts, one.bad_nodes, one.left_s) == (RunState.running, 2, ("n4",), 15.0)
+    assert one.reason == "restarted after rank 1, node n2: out of luck; bad nodes: n4 (lost)"
+    assert "came back 2 times; restarted after" in render([one]) and "15 s" in render([one])
+
+
+def test_tasks_of_an_array_are_asked_for_by_their_array(tmp_path: Path, commands: Path) -> None:
+    sweep = tmp_path / "runs" / "lr"
+    for index in range(3):
+        folder = RunFolder(sweep / f"lr={index}")
+        folder.create()
+        submitted(folder, job=f"7_{index}")
+    (sweep / "sweep.json").write_text("{}")
+    put(
+        commands,
+        "squeue",
+        f'echo "$*" > {commands}/asked; script={sweep}/job.sbatch\n'
+        'echo "7_0|RUNNING|None|0:10|$script"; echo "7_1|PENDING|JobArrayTaskLimit|0:00|$script"',
+    )
+    now = time.time()
+    found = status(tmp_path / "runs", now)
+    assert [one.state for one in found] == [RunState.running, RunState.queued, RunState.lost]
+    assert {one.sweep for one in found} == {str(sweep)} and status(sweep, now) == found
+    asked = (commands / "asked").read_text()
+    assert "--jobs=7 " in f"{asked.strip()} " and "--array" in asked
+    assert status(sweep / "lr=1")[0].sweep == str(sweep)
+
+
+def test_thousands_of_jobs_are_asked_for_in_pieces(commands: Path) -> None:
+    put(commands, "squeue", "exit 0")
+    put(commands, "sacct", "exit 1")
+    assert job_states([str(index) for index in range(2500)], os.environ) == {}
+    assert (commands / "squeue.calls").read_text().count("x") == 3
+    # Without accounting the first refusal is enough.
+    assert (commands / "sacct.calls").read_text().count("x") == 1
+
+
+def test_a_run_that_is_over_is_not_asked_for(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|RUNNING|None'")
+    submitted(run, ON, Event.FINISHED)
+    assert only(run.path).state is RunState.finished
+    run.append_event(Event.FAILED, by="supervisor", reason="no luck")
+    one = only(run.path)
+    assert (one.state, one.reason, one.job_id) == (RunState.failed, "no luck", "7")
+    assert not (commands / "squeue.calls").exists()
+    # Submitted again, or started by hand: its old last word counts no more.
+    run.append_event(Event.STARTED)
+    assert only(run.path).state is RunState.running
+
+
+def test_a_long_history_is_read_to_its_beginning(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '8|RUNNING|None'")
+    submitted(run, ON, Event.FAILED)
+    submitted(run, ON, job="8")
+    for step in range(2000):
+        run.append_event(Event.SAVED, step=step)
+    assert run.events.stat().st_size > 2 * 65_536
+    one = only(run.path)
+    assert (one.state, one.job_id) == (RunState.running, "8")
 
 
 def test_markers_count_more_than_events(run: RunFolder, commands: Path) -> None:
@@ -107,6 +221,8 @@ def test_accounting_is_asked_for_what_squeue_forgot(run: RunFolder, commands: Pa
 
 def test_silent_slurm_is_said_and_nothing_runs_for_ever(run: RunFolder, commands: Path) -> None:
     put(commands, "squeue", SILENT)
+    submitted(run)
+    assert only(run.path).state is RunState.queued, "it may wait there"
     submitted(run, ON)
     fresh = only(run.path)
     assert fresh.state is RunState.running and "Slurm does not answer" in fresh.reason
@@ -161,7 +277,7 @@ def test_an_earlier_submission_is_not_told_of(run: RunFolder, commands: Path) ->
     submitted(run, ON, Event.FAILED)
     submitted(run, job="9")
     one = only(run.path)
-    assert one.state is RunState.lost and "job 9 ended as NODE_FAIL" in one.reason
+    assert one.state is RunState.lost and "NODE_FAIL: job 9" in one.reason
 
 
 def test_a_trainer_that_was_turned_away_says_nothing_of_the_run(run: RunFolder, commands: Path) -> None:

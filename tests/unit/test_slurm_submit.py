@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 import slurm.submit
-from contract.errors import UserError
+from contract.errors import ConfigError, UserError
 from contract.run_folder import Event, RunFolder
 from slurm.job import job_folder, newest_job
-from slurm.profile import Profile, Scheduler
+from slurm.runs.status import RunState, status
 from slurm.settings import JobConfig, SubmitConfig
+from slurm.sites.profile import Launch, Profile, Scheduler
 from slurm.snapshot import RECORD, snapshot
-from slurm.status import RunState, status
 from slurm.submit import submit
 
 CONFIG = "resilience:\n  stop_signal: SIGUSR2\nloop:\n  steps: 7\n"
@@ -52,7 +52,7 @@ while true; do sleep 0.05; done
 @pytest.fixture
 def local(python: str) -> SubmitConfig:
     cluster = Profile(scheduler=Scheduler.local, ranks_per_node=1, time_limit="00:10:00", python=python)
-    return SubmitConfig(cluster, JobConfig())
+    return SubmitConfig(cluster, JobConfig(launch=Launch.step))
 
 
 @pytest.fixture
@@ -111,10 +111,11 @@ def test_local_job_outlives_the_submitting_process_and_its_terminal(
 ) -> None:
     code = (
         "import sys; from pathlib import Path; from contract.run_folder import RunFolder\n"
-        "from slurm.profile import Profile, Scheduler; from slurm.settings import JobConfig, SubmitConfig\n"
+        "from slurm.sites.profile import Launch, Profile, Scheduler\n"
+        "from slurm.settings import JobConfig, SubmitConfig\n"
         "from slurm.submit import submit\n"
         "cluster = Profile(scheduler=Scheduler.local, ranks_per_node=1, python=sys.argv[2])\n"
-        "submit(RunFolder(Path(sys.argv[1])), sys.argv[3], SubmitConfig(cluster, JobConfig()))\n"
+        "submit(RunFolder(Path(sys.argv[1])), sys.argv[3], SubmitConfig(cluster, JobConfig(launch=Launch.step)))\n"
         "sys.stdin.read()\n"
     )
     shell = subprocess.Popen(
@@ -156,7 +157,10 @@ def fake_slurm(folder: Path, squeue: str, sbatch: str = "echo Submitted batch jo
 @pytest.mark.parametrize(
     ("squeue", "refusal"),
     [
-        ("echo '7|PENDING|Priority'", r"has job 7 already \(pending\): end it with `scancel 7`"),
+        (
+            "echo '7|PENDING|Priority'",
+            r"has job 7 already \(pending\): end it with `trierarch cancel .*a run'`",
+        ),
         ("echo '7|COMPLETING|None'", r"has job 7 already \(completing\)"),
         ("echo '7|FAILED|NonZeroExitCode'", None),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None),
@@ -189,6 +193,20 @@ def test_run_with_a_live_job_is_refused(
         assert not run.failed.exists()
 
 
+@pytest.mark.req("C2", "D1")
+def test_the_code_of_the_submission_before_can_be_kept(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = fake_slurm(tmp_path, "exit 0")
+    monkeypatch.setenv("PATH", environ["PATH"])
+    settings = SubmitConfig(Profile(name="site"), JobConfig())
+    for keep, kept in ((True, False), (True, True), (False, False)):
+        submit(run, CONFIG, settings, environ=environ, keep_code=keep)
+        assert (run.code / "slurm/submit.py").exists()
+        assert (run.code / "mine").exists() == kept
+        (run.code / "mine").touch()
+
+
 @pytest.mark.req("C2")
 def test_submitted_text_environment_and_event(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +225,7 @@ def test_submitted_text_environment_and_event(
     before = dict(os.environ)
     submission = submit(run, CONFIG, SubmitConfig(Profile(name="site"), JobConfig(nodes=3)), environ=environ)
     assert dict(os.environ) == before
+    assert "note:  SBATCH_TIMELIMIT=bad of your shell is not used" in submission.summary()
     # One text: what sbatch got, what a person can read, what the caller has.
     assert (tmp_path / "text").read_text() == run.job_script.read_text() == submission.script
     seen = (tmp_path / "env").read_text()
@@ -250,7 +269,7 @@ def test_file_system_without_locks_is_no_obstacle(
         raise OSError(errno.ENOLCK, "No locks available")
 
     run.create()
-    monkeypatch.setattr("slurm.submit.fcntl.flock", no_locks)
+    monkeypatch.setattr("contract.lock.fcntl.flock", no_locks)
     with slurm.submit._one_at_a_time(run):
         pass
 
@@ -288,7 +307,9 @@ def test_local_job_of_another_host_is_not_started_twice(
     run.append_event(Event.SUBMITTED, job_id="1", profile="local", scheduler="local", host="login7")
     run.append_event(word)
     if alive:
-        with pytest.raises(UserError, match="running already as process 1 on login7: stop it there"):
+        with pytest.raises(
+            UserError, match="running already as process 1 on login7: end it there with `trierarch cancel"
+        ):
             submit(run, CONFIG, local)
     else:
         assert submit(run, CONFIG, local).job_id != "1"
@@ -302,7 +323,7 @@ def test_what_nobody_has_tried_is_said(run: RunFolder, local: SubmitConfig) -> N
 @pytest.mark.req("C11")
 def test_submit_and_status_start_without_torch_and_slow_libraries() -> None:
     code = (
-        "import sys, slurm.submit, slurm.settings, slurm.status, slurm.supervise\n"
+        "import sys, slurm.submit, slurm.settings, slurm.runs.status, slurm.supervise.__main__\n"
         "print([name for name in ('torch', 'train', 'submitit', 'rich', 'numpy') if name in sys.modules])\n"
     )
     done = subprocess.run(
@@ -310,7 +331,7 @@ def test_submit_and_status_start_without_torch_and_slow_libraries() -> None:
     )
     assert done.stdout.strip() == "[]"
     code = (
-        "import sys, slurm.supervise\n"
+        "import sys, slurm.supervise.__main__\n"
         "print([name for name in ('hydra', 'jinja2', 'omegaconf') if name in sys.modules])\n"
     )
     done = subprocess.run(
@@ -399,3 +420,49 @@ def test_half_a_snapshot_is_never_run(
     with pytest.raises(OSError, match="No space"):
         snapshot(run, checkout)
     assert files(run.code) == before
+
+
+@pytest.mark.req("C12")
+def test_a_sweep_and_its_tasks_are_not_written_over(tmp_path: Path, local: SubmitConfig) -> None:
+    (tmp_path / "sweep" / "lr=1").mkdir(parents=True)
+    (tmp_path / "sweep" / "sweep.json").touch()
+    for name, sentence in (
+        ("sweep", "is a sweep and no run: give this one another run.name"),
+        ("sweep/lr=1", r"is a task of a sweep: `trierarch sweep retry \S+/sweep lr=1` submits it again"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            submit(RunFolder(tmp_path / name), CONFIG, local)
+    assert not list(tmp_path.rglob("job.sbatch"))
+
+
+def test_the_summary_names_commands_that_know_the_run(
+    tmp_path: Path, local: SubmitConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = submit(RunFolder(Path("runs/it's")), CONFIG, local, dry_run=True).summary()
+    for command in ("status", "logs", "cancel", "resubmit"):
+        assert f"trierarch {command} 'it'\"'\"'s'" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("--nodes=3", "give job.nodes=N"),
+        ("-N3", "give job.nodes=N"),
+        ("-p fast", "give job.partition=NAME"),
+        ("--time 1:00:00", "give job.time_limit="),
+        ("--no-requeue", "give job.requeue="),
+        ("--array=0-3", "trierarch sweep"),
+        ("--output=/x", "a place of their own"),
+    ],
+)
+def test_lines_of_the_users_that_the_supervisor_would_not_know_of_are_refused(
+    line: str, instead: str
+) -> None:
+    for settings in (
+        SubmitConfig(Profile(), JobConfig(sbatch_lines=[line])),
+        SubmitConfig(Profile(sbatch_lines=[line])),
+    ):
+        with pytest.raises(ConfigError, match=instead):
+            settings.validate({})
+    SubmitConfig(Profile(), JobConfig(sbatch_lines=["--mail-type=FAIL", "--ntasks-per-core=1"])).validate({})
