@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from harness.lab_runs import runs, undisturbed
 from harness.slurm_lab import clean_lab, lab, slurm_packages
 
-__all__ = ["clean_lab", "lab", "slurm_packages"]
+__all__ = ["clean_lab", "lab", "runs", "slurm_packages", "undisturbed"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,20 +6,23 @@ A `conftest.py` that imports these fixtures has them.
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contract.run_folder import Event, RunFolder
-from slurm.lab import Lab, LabSettings
+from slurm.lab import Lab, LabSettings, processes
 from slurm.lab.host import missing_commands
-from slurm.profile import Profile
 from slurm.render import render
 from slurm.settings import JobConfig, SubmitConfig
+from slurm.sites.profile import Launch, Profile
 
 # Rank 0 "trains" one step a 0.2 s, "saves" a step by making its folder, and stops with 75 when it is asked to.
 TRAINER = """#!/bin/bash
@@ -86,11 +89,31 @@ class SlurmLab:
         assert state, f"{node} is not {' or '.join(sorted(states))} after {timeout_s} s"
         return str(state)
 
+    def on_node(self, node: str, *command: str) -> None:
+        """Run a command that changes what a node sees of the file system; the change ends with the node."""
+        pid = processes.daemons(self.cluster.folder)[node]
+        subprocess.run(["nsenter", f"--target={pid}", "--mount", "--", *command], check=True, timeout=20)
+
+    def processes_on(self, node: str) -> list[int]:
+        """All processes of a node, as this host numbers them: slurmd, and what jobs have started."""
+        slurmd = next(
+            process.pid
+            for process in processes.find(self.cluster.folder)
+            if process.daemon == node and process.command == "slurmd"
+        )
+        namespace = Path(f"/proc/{slurmd}/ns/pid").readlink()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):  # it is no process, or it has ended
+                if (entry / "ns" / "pid").readlink() == namespace:
+                    found.append(int(entry.name))
+        return found
+
     def clean(self) -> None:
         """Cancel jobs that a test left, and revive nodes that it froze, crashed or took down."""
         for node in self.cluster.node_states():
             if node in self.cluster.running_nodes():
-                self.cluster.thaw(node)
+                processes.send(self.processes_on(node), signal.SIGCONT)
         if jobs := self.run("squeue", "--noheader", "--format=%A").split():
             self.run("scancel", "--quiet", *jobs)
         self.cluster.up(SETTINGS)
@@ -114,7 +137,9 @@ def launch_shell_trainer(
     script = run.path / "trainer.sh"
     script.write_text(trainer)
     script.chmod(0o755)
-    cluster = Profile(name="lab", partition="low", stop_lead_s=10, cpus_per_node=2, ranks_per_node=2)
+    cluster = Profile(
+        name="lab", partition="low", stop_margin_s=10, launch=Launch.step, cpus_per_node=2, ranks_per_node=2
+    )
     job = JobConfig(**{"nodes": 2, "time_limit": time_limit, **settings})
     text = render(run, SubmitConfig(cluster, job))
     before, _, rest = text.partition(" -m train --config ")

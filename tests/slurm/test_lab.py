@@ -17,11 +17,11 @@ import pytest
 import contract
 import slurm
 from contract.errors import ConfigError, UserError
-from slurm import profile
 from slurm.lab import Lab, LabSettings, down, files, processes, status, up
 from slurm.lab.files import cgroup_prefix
 from slurm.lab.folder import locked
 from slurm.lab.host import FREEZER
+from slurm.sites import detect
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_lab_of_someone_else_is_never_used(short_folder, monkeypatch):
             with pytest.raises(UserError, match="someone else owns it"):
                 use()
         monkeypatch.setattr("slurm.lab.folder.default_folder", lambda: short_folder)
-        assert profile._default_lab() is None
+        assert detect._default_lab() is None
     finally:
         os.chown(short_folder, 0, 0)
         stranger.kill()

@@ -2,103 +2,28 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from harness import who_am_i
-from harness.command import COMMAND, wait_for_event, wait_until
+from harness.command import wait_for_event
+from harness.lab_runs import STEPS, Runs, assert_same_result
 from harness.slurm_lab import SlurmLab
-from harness.toy import LOOP, MODEL, REST
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from contract.exit_codes import ExitCode
-from contract.run_folder import Event, RunFolder, last_json_line, read_json_lines
-from slurm.status import RunState, RunStatus, status
-
-STEPS = 600
-JOB = ["cluster=lab", "job.nodes=2", "job.ranks_per_node=2", "job.time_limit=00:05:00"]
-
-
-class Runs:
-    """Submits toy runs as a user does, all into one folder."""
-
-    def __init__(self, lab: SlurmLab, root: Path, tokens: Path) -> None:
-        self.lab, self.root, self.tokens = lab, root, tokens
-
-    def submit(self, name: str, *more: str) -> "subprocess.CompletedProcess[str]":
-        toy = [
-            *MODEL,
-            *LOOP,
-            *REST,
-            f"data.prefix={self.tokens}",
-            f"run.root={self.root}",
-            f"run.name={name}",
-        ]
-        return subprocess.run(
-            [*COMMAND, "submit", *toy, f"loop.steps={STEPS}", *JOB, *more],
-            env=self.lab.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    def folder(self, name: str) -> RunFolder:
-        return RunFolder(self.root / name)
-
-    def job(self, name: str) -> str:
-        submitted = [line for line in self.folder(name).read_events() if line["event"] == Event.SUBMITTED]
-        return str(submitted[-1]["job_id"])
-
-    def state(self, name: str) -> RunStatus:
-        (one,) = status(self.root / name)
-        return one
-
-    def wait_for(self, name: str, state: RunState, timeout_s: float = 90) -> RunStatus:
-        wait_until(
-            f"{name} to be {state} (it is {self.state(name)}; {self.logs(name)})",
-            lambda: self.state(name).state == state,
-            timeout_s,
-        )
-        return self.state(name)
-
-    def logs(self, name: str) -> str:
-        return "\n".join(
-            f"== {path.name}\n{path.read_text()}" for path in self.folder(name).logs.glob("*.log")
-        )
-
-
-@pytest.fixture(scope="module")
-def runs(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory, toy_tokens: Path) -> Runs:
-    return Runs(lab, tmp_path_factory.mktemp("runs"), toy_tokens)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(runs: Runs) -> RunFolder:
-    """A run on 2 nodes x 2 ranks that nothing happens to; what `status` says of it on its way is checked too."""
-    assert runs.lab.run("squeue", "--noheader") == ""
-    done = runs.submit("undisturbed")
-    assert done.returncode == 0, done.stderr
-    assert f"job {runs.job('undisturbed')} on lab" in done.stdout
-    assert runs.state("undisturbed").state in (RunState.queued, RunState.running)
-    wait_for_event(runs.root / "undisturbed", Event.STARTED)
-    seen = runs.state("undisturbed")
-    assert (seen.state, seen.steps) == (RunState.running, STEPS)
-    runs.wait_for("undisturbed", RunState.finished)
-    return runs.folder("undisturbed")
+from contract.run_folder import Event, RunFolder
+from slurm.runs.status import RunState
 
 
 @pytest.mark.req("C3", "C4", "C11")
 def test_a_job_on_two_nodes_trains_and_finishes(runs: Runs, undisturbed: RunFolder) -> None:
     assert undisturbed.finished.exists()
     started = next(line for line in undisturbed.read_events() if line["event"] == Event.STARTED)
-    assert (started["world_size"], started["launcher"]) == (4, "slurm")
+    assert (started["world_size"], started["launcher"]) == (4, "agent")
     job = runs.job("undisturbed")
     assert started["job"] == job
-    assert runs.lab.job(job)["JobState"] == "COMPLETED"
+    runs.lab.wait_for_state(job, {"COMPLETED"})
     assert {path.name for path in undisturbed.logs.glob("*.log")} == {
         f"{job}.batch.log",
         *(f"{job}.r0.{rank}.log" for rank in range(4)),
@@ -107,25 +32,19 @@ def test_a_job_on_two_nodes_trains_and_finishes(runs: Runs, undisturbed: RunFold
     assert runs.state("undisturbed").checkpoint_step == STEPS
 
 
-def weights(run: RunFolder, folder: Path) -> dict[str, torch.Tensor]:
-    dcp_to_torch_save(run.checkpoints / f"step_{STEPS}", folder / "weights.pt")
-    model: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)["model"]
-    return model
-
-
 @pytest.mark.req("C13", "A22")
 def test_a_preempted_job_comes_back_and_ends_with_the_same_weights(
     runs: Runs, undisturbed: RunFolder, tmp_path: Path
 ) -> None:
     assert runs.submit("preempted").returncode == 0
     run, job = runs.folder("preempted"), runs.job("preempted")
-    wait_until("a few steps", lambda: (last_json_line(run.metrics) or {}).get("step", 0) >= 5)
+    runs.wait_for_step(run, 5)
 
     again = runs.submit("preempted")
     assert again.returncode == ExitCode.CONFIG
     assert again.stderr == (
-        f"trierarch: run preempted has job {job} already (running): end it with `scancel {job}`, or give this one "
-        "another run.name\n"
+        f"trierarch: run preempted has job {job} already (running): end it with `trierarch cancel {run.path}`, or "
+        "give this one another run.name\n"
     )
 
     high = runs.lab.submit("sleep 2", "--partition=high", "--nodes=4", "--exclusive", folder=tmp_path)
@@ -140,12 +59,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_weights(
     assert events == [*first, "started", "resumed", "saved", "finished"]
     assert runs.job("preempted") == job
     assert (run.logs / f"{job}.r1.0.log").exists()
-    steps = [line["step"] for line in read_json_lines(run.metrics) if "loss" in line]
-    assert steps == list(range(1, STEPS + 1))
-    reference, resumed = weights(undisturbed, tmp_path), weights(run, tmp_path)
-    assert reference.keys() == resumed.keys()
-    for name, tensor in reference.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert_same_result(run, undisturbed)
 
 
 def test_a_wrong_setting_ends_the_job_and_is_never_requeued(runs: Runs) -> None:
