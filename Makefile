@@ -7,7 +7,7 @@ DATA := data/python-stdlib
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run submit status lab-up lab-down test test-quick chaos bench check clean
+.PHONY: help setup run submit sweep status lab-up lab-down test test-quick chaos bench check clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ run: $(DATA).idx  ## Train a small Llama on this machine: 2 ranks, about three m
 
 submit: $(DATA).idx  ## The same training as a batch job, on the Slurm that is there or on this machine
 	$(BIN)/trierarch submit recipe=first_run run.name=first-job job.ranks_per_node=2 $(ARGS)
+
+sweep: $(DATA).idx  ## Six short trainings as one job array (needs a Slurm, or the lab)
+	$(BIN)/trierarch sweep recipe=first_run optim.lr=1e-3,3e-3 seed=1,2,3 loop.steps=100 $(ARGS)
 
 status: $(VENV)/.ready  ## Show all runs
 	$(BIN)/trierarch status
