@@ -23,6 +23,8 @@ from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, read_json_lines
 from train.resilience.process import process_state
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 LONG = "loop.steps=100000"
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]

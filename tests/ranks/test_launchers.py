@@ -14,6 +14,8 @@ from harness import who_am_i
 from contract.exit_codes import ExitCode
 from slurm.launch import mpi_command
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = [sys.executable, str(Path(who_am_i.__file__))]
 
 

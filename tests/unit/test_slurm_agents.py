@@ -24,6 +24,8 @@ from slurm.supervise.start import Start
 from slurm.supervise.stop import StopRequest
 from slurm.supervise.supervisor import Policy, Supervisor
 
+pytestmark = pytest.mark.slow
+
 AGENT = [sys.executable, "-u", stand_in_agent.__file__]
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,6 +17,8 @@ from harness import stand_in_agent
 from contract.run_folder import RunFolder, append_json_line, read_json_lines
 from contract.sweep import Array, Manifest, SweepFolder, Task
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 JOB = (
     "JobState=RUNNING Restarts=0 StartTime=2026-01-01T00:00:00 PreemptTime=None Partition=low "
