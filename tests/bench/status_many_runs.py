@@ -15,6 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `harness`
+
+from harness.programs import write_program
+
 COMMAND = [str(Path(sys.executable).with_name("trierarch"))]
 BARE = """
 import os, sys
@@ -78,8 +82,7 @@ def build(folder: Path, runs: int, live: int) -> None:
     queue = "".join(f"{1000 + index}|RUNNING|None|0:10|\n" for index in range(live))
     (folder / "queue").write_text(queue)
     for command, body in (("squeue", f"cat {folder}/queue"), ("sacct", "exit 1")):
-        (folder / "bin" / command).write_text(f"#!/bin/sh\n{body}\n")
-        (folder / "bin" / command).chmod(0o755)
+        write_program(folder / "bin" / command, body)
 
 
 def write_lines(path: Path, lines: list[dict[str, object]]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.programs import write_program
 from harness.slurm_lab import SlurmLab, wait_until
 from harness.toy import LOOP, MODEL, QUIET, REST
 from typer.testing import CliRunner
@@ -191,12 +192,10 @@ def test_an_agent_sees_all_that_the_job_has_of_its_node(
 @pytest.mark.req("C11")
 def test_a_step_starts_the_ranks_in_the_container_with_their_cores(lab: SlurmLab, tmp_path: Path) -> None:
     """A stand-in for apptainer: it takes the words up to the image and becomes the rest."""
-    stand_in = tmp_path / "bin/apptainer"
-    stand_in.parent.mkdir()
-    stand_in.write_text(
-        '#!/bin/bash\nuntil [ "$1" = /images/x.sif ]; do shift; done\nshift\nIMAGE=x exec "$@"\n'
+    stand_in = write_program(
+        tmp_path / "bin/apptainer",
+        'until [ "$1" = /images/x.sif ]; do shift; done\nshift\nIMAGE=x exec "$@"',
     )
-    stand_in.chmod(0o755)
     cluster = Profile(name="lab", partition="low", ranks_per_node=2, cpus_per_node=2, launch=Launch.step)
     cluster.container = Container(ContainerRuntime.apptainer, "/images/x.sif")
     cluster.env = {"PATH": f"{stand_in.parent}:/usr/bin:/bin"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from harness import stand_in_agent
+from harness.programs import search_path, write_program
 from harness.slurm_lab import TRAINER, SlurmLab, launch_shell_trainer, wait_until
 
 from contract.run_folder import RunFolder, read_json_lines
@@ -111,18 +112,16 @@ def test_controller_that_stalls_during_the_requeue_does_not_make_two_jobs_of_one
     lab: SlurmLab, run: RunFolder, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = tmp_path / "bin"
-    commands.mkdir()
-    (commands / "scontrol").write_text(
-        f"""#!/bin/bash
-if [ "$1" = requeue ] && [ ! -e {commands}/asks ]; then
+    write_program(
+        commands / "scontrol",
+        f"""if [ "$1" = requeue ] && [ ! -e {commands}/asks ]; then
   touch {commands}/asks; while [ ! -e {commands}/go ]; do sleep 0.05; done
   {shutil.which("scontrol")} "$@" 2> {commands}/said; code=$?; touch {commands}/lost; exit $code
 fi
 exec {shutil.which("scontrol")} "$@"
-"""
+""",
     )
-    (commands / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", search_path(commands))
     controller = processes.daemons(lab.cluster.folder)["slurmctld"]
 
     job = launch(TRAINER, 15)

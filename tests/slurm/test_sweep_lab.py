@@ -4,7 +4,6 @@ import json
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from harness.command import COMMAND, wait_until
+from harness.programs import write_python
 from harness.slurm_lab import SlurmLab
 from harness.toy import LOOP, MODEL, QUIET, REST
 
@@ -46,11 +46,7 @@ class Sweeps:
 
     def __init__(self, environment: dict[str, str], root: Path) -> None:
         self.environment, self.root = environment, root
-        self.python = root / "python"
-        self.python.write_text(
-            f'#!/bin/bash\n[ "$3" = train ] || exec {shlex.quote(sys.executable)} "$@"\n{TRAINER}'
-        )
-        self.python.chmod(0o755)
+        self.python = write_python(root / "python", TRAINER)
 
     def __call__(self, *arguments: str) -> str:
         return self.run(*arguments).stdout

@@ -1,7 +1,6 @@
 """Cancelling: who is asked for what; tests/slurm has it with a real Slurm and a real trainer."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.programs import search_path, write_program
 
 from contract.errors import UserError
 from contract.run_folder import Event, RunFolder
@@ -36,7 +36,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     """`slurm(squeue=..., scancel=...)` sets what the commands do; calls of scancel are kept in bin/calls."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", search_path(folder))
 
     def put(squeue: str = "", scancel: str = "true") -> None:
         bodies = {
@@ -45,8 +45,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
             "sacct": "exit 1",
         }
         for name, body in bodies.items():
-            (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-            (folder / name).chmod(0o755)
+            write_program(folder / name, body)
 
     put()
     return put

@@ -3,10 +3,10 @@
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.programs import search_path, write_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -170,18 +170,16 @@ def test_following_goes_over_restarts_and_tells_them(run: RunFolder, monkeypatch
 def test_following_ends_when_the_run_does(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    put: Callable[[str], object] = (tmp_path / "bin/squeue").write_text
-    put("#!/bin/bash\necho '7|RUNNING|None'\n")
-    (tmp_path / "bin/squeue").chmod(0o755)
+    squeue = tmp_path / "bin/squeue"
+    write_program(squeue, "echo '7|RUNNING|None'")
+    monkeypatch.setenv("PATH", search_path(squeue.parent))
     is_over = until_over(run, every_s=0.0)
     assert not is_over()
     # Between its end and its requeue, or out of reach: not over yet.
-    put("#!/bin/bash\necho '7|COMPLETED|None'\n")
+    write_program(squeue, "echo '7|COMPLETED|None'")
     run.append_event(Event.STOPPED)
     assert not is_over() and is_over()
-    put("#!/bin/bash\necho '7|PENDING|BeginTime'\n")
+    write_program(squeue, "echo '7|PENDING|BeginTime'")
     assert not is_over()
     run.append_event(Event.FINISHED)
     assert is_over()

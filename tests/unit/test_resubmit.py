@@ -1,13 +1,12 @@
 """The same job again: what is refused, what stays, what may change. Jobs here are processes of this machine."""
 
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.programs import search_path, write_program, write_python
 
 from contract.errors import ConfigError, UserError
 from contract.run_folder import Event, RunFolder
@@ -25,16 +24,12 @@ CONFIG = "resilience:\n  stop_signal: SIGUSR2\nloop:\n  steps: 7\n"
 @pytest.fixture
 def settings(tmp_path: Path) -> SubmitConfig:
     """Settings whose interpreter runs a shell script for `-m train`: it saves and leaves when it is told to stop."""
-    path = tmp_path / "python"
-    path.write_text(
-        f"""#!/bin/bash
-[ "$3" = train ] || exec {shlex.quote(sys.executable)} "$@"
-trap 'mkdir -p "${{5%/*}}/checkpoints/step_$SECONDS"; exit 75' USR2
+    path = write_python(
+        tmp_path / "python",
+        """trap 'mkdir -p "${5%/*}/checkpoints/step_$SECONDS"; exit 75' USR2
 echo "trains in $PWD"
-while true; do sleep 0.05; done
-"""
+while true; do sleep 0.05; done""",
     )
-    path.chmod(0o755)
     cluster = Profile(
         scheduler=Scheduler.local,
         launch=Launch.step,
@@ -133,16 +128,14 @@ def test_what_cannot_be_submitted_again_is_said(ended: RunFolder) -> None:
 def test_another_cluster_is_taken_as_a_whole_and_what_the_job_asks_for_stays(
     ended: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bin").mkdir()
     for name, body in (
         ("sbatch", "echo Submitted batch job 77"),
         ("srun", ""),
         ("squeue", ""),
         ("sacct", ""),
     ):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        write_program(tmp_path / "bin" / name, body)
+    monkeypatch.setenv("PATH", search_path(tmp_path / "bin"))
     ended.submit_settings.write_text(
         ended.submit_settings.read_text().replace("max_restarts: 3", "max_restarts: 9")
     )

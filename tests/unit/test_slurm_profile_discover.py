@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from harness.programs import write_program
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -61,8 +62,7 @@ def test_a_node_is_read_from_its_files(node_files: Path, monkeypatch: pytest.Mon
         infiniband_interfaces=["ib1"],
     )
     smi = node_files / "bin/nvidia-smi"
-    file(smi, "#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 40960, 00000000:1B:00.0'")
-    smi.chmod(0o755)
+    write_program(smi, "echo 'NVIDIA A100-SXM4-40GB, 40960, 00000000:1B:00.0'")
     monkeypatch.setenv("PATH", f"{smi.parent}:/usr/bin:/bin")
     told = probe(node_files)
     assert (told.gpu_models, told.gpu_memory_bytes, told.gpu_cpus) == (

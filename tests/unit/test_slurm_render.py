@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.programs import write_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -454,9 +455,7 @@ def test_stop_signal_that_the_training_does_not_listen_to_is_refused() -> None:
 
 def fake_command(folder: Path, name: str, body: str) -> dict[str, str]:
     """Stands in for one of Slurm's commands; the lab tests call the real ones."""
-    path = folder / name
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
+    write_program(folder / name, body)
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 

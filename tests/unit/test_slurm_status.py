@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.programs import search_path, write_program
 
 from contract.errors import UserError
 from contract.run_folder import Event, RunFolder, append_json_line
@@ -31,14 +32,13 @@ def run(tmp_path: Path) -> RunFolder:
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", search_path(folder))
     put(folder, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     return folder
 
 
 def put(folder: Path, name: str, body: str) -> None:
-    (folder / name).write_text(f"#!/bin/bash\necho x >> {folder}/{name}.calls\n{body}\n")
-    (folder / name).chmod(0o755)
+    write_program(folder / name, f"echo x >> {folder}/{name}.calls\n{body}")
 
 
 def submitted(run: RunFolder, *events: Event, job: str = "7") -> None:

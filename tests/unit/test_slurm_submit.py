@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.programs import search_path, write_program, write_python
 
 import slurm.submit
 from contract.errors import ConfigError, UserError
@@ -36,17 +36,10 @@ def run(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def python(tmp_path: Path) -> str:
     """An interpreter whose `-m train` is a shell script: it waits for a stop request and leaves with 75."""
-    path = tmp_path / "python"
-    path.write_text(
-        f"""#!/bin/bash
-[ "$3" = train ] || exec {shlex.quote(sys.executable)} "$@"
-trap 'mkdir checkpoints; exit 75' USR2
-echo "trains in $PWD with $5, GPUs ${{CUDA_VISIBLE_DEVICES-all}}"
-while true; do sleep 0.05; done
-"""
-    )
-    path.chmod(0o755)
-    return str(path)
+    trainer = """trap 'mkdir checkpoints; exit 75' USR2
+echo "trains in $PWD with $5, GPUs ${CUDA_VISIBLE_DEVICES-all}"
+while true; do sleep 0.05; done"""
+    return str(write_python(tmp_path / "python", trainer))
 
 
 @pytest.fixture
@@ -147,10 +140,8 @@ def test_unwritable_run_folder_is_one_sentence(tmp_path: Path, local: SubmitConf
 def fake_slurm(folder: Path, squeue: str, sbatch: str = "echo Submitted batch job 99") -> dict[str, str]:
     """Stand in for Slurm's commands; the lab tests call the real ones."""
     for name, body in {"squeue": squeue, "sbatch": sbatch, "sacct": "exit 1", "srun": "exit 1"}.items():
-        path = folder / name
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+        write_program(folder / name, body)
+    return {"PATH": search_path(folder)}
 
 
 @pytest.mark.parametrize("profile", ["site", "lab"])

@@ -4,7 +4,6 @@ The scripts stand in for scontrol and sbatch; tests/slurm has the same with the 
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.programs import Commands, search_path, write_program
 
 from contract.run_folder import Event, RunFolder
 from slurm.launch import mpi_command
@@ -34,35 +34,24 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-class FakeSlurm:
-    """A folder of commands that note how they were called."""
-
+class FakeSlurm(Commands):
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.calls = folder / "calls"
-        folder.mkdir()
+        super().__init__(folder)
         self.job(RUNNING)
 
     def job(self, shown: str, requeue: str = "exit 0") -> None:
         """Set what `scontrol show job` prints and what `scontrol requeue` and sbatch do."""
-        note = f'echo "$(basename "$0") $*" >> {shlex.quote(str(self.calls))}'
         # Slurm ends the job once it has taken the requeue.
-        self._write("scontrol", f'{note}\nif [ "$1" = show ]; then echo "{shown}"; else {requeue}; fi')
-        self._write("sbatch", f"{note}\necho 4711")
-
-    def _write(self, name: str, body: str) -> None:
-        path = self.folder / name
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
+        self.put("scontrol", f'if [ "$1" = show ]; then echo "{shown}"; else {requeue}; fi')
+        self.put("sbatch", "echo 4711")
 
     @property
     def called(self) -> list[str]:
-        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
-        return [line for line in lines if " show " not in line]
+        return [line for line in self.noted() if " show " not in line]
 
     @property
     def environ(self) -> dict[str, str]:
-        return {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+        return {"PATH": search_path(self.folder), "SLURM_JOB_ID": "42"}
 
 
 @pytest.fixture
@@ -417,7 +406,9 @@ def test_job_that_slurm_does_not_describe_is_not_requeued(
 ) -> None:
     # It may have been cancelled, and a requeue would bring it back to life.
     fake_slurm.job("$(exit 1)", requeue=ENDS_JOB)
-    fake_slurm._write("scontrol", f'[ "$1" = show ] && exit 1; echo requeue >> {fake_slurm.calls}')
+    write_program(
+        fake_slurm.folder / "scontrol", f'[ "$1" = show ] && exit 1; echo requeue >> {fake_slurm.calls}'
+    )
     assert "whether job 42 was cancelled, so it is not requeued" in str(in_job(run))
     assert fake_slurm.called == [] and told(run) == []
 
@@ -435,10 +426,14 @@ def test_successor_is_submitted_again_only_if_slurm_never_heard_of_it(
 ) -> None:
     fake_slurm.job(RUNNING, requeue="echo disabled >&2; exit 1")
     note = f"echo sbatch >> {fake_slurm.calls}"
-    fake_slurm._write("sbatch", f"{note}; echo Socket timed out on send/recv operation >&2; exit 1")
+    write_program(
+        fake_slurm.folder / "sbatch", f"{note}; echo Socket timed out on send/recv operation >&2; exit 1"
+    )
     assert "Socket timed out" in str(in_job(run))
     assert fake_slurm.called.count("sbatch") == 1
-    fake_slurm._write("sbatch", f"{note}; echo Unable to contact slurm controller >&2; exit 1")
+    write_program(
+        fake_slurm.folder / "sbatch", f"{note}; echo Unable to contact slurm controller >&2; exit 1"
+    )
     assert "Slurm cannot be reached" in str(in_job(run))
     assert fake_slurm.called.count("sbatch") > 2
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from harness import stand_in_agent
+from harness.programs import Commands, search_path, write_program
 
 from contract.run_folder import RunFolder, append_json_line, read_json_lines
 from contract.sweep import Array, Manifest, SweepFolder, Task
@@ -34,42 +34,37 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-class FakeSlurm:
-    """Commands that note how they were called; the nodes of the job and of the partition are a, b, c, d."""
+class FakeSlurm(Commands):
+    """The nodes of the job and of the partition are a, b, c, d."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.calls = folder, folder / "calls"
+        super().__init__(folder)
         self.refuses_update = False
         self.requeue = 'kill -TERM "$PPID"'
-        folder.mkdir()
         self.exclude = "(null)"
         self.job_states = "a idle\\nb idle\\nc mixed\\nd idle"
 
     def write(self) -> None:
-        note = f'echo "$(basename "$0") $*" >> {shlex.quote(str(self.calls))}'
         update = "echo 'Invalid node name' >&2; exit 1" if self.refuses_update else ":"
-        scontrol = f"""{note}
-case "$1 $2" in
+        scontrol = f"""case "$1 $2" in
   "show job") echo "{JOB.format(exclude=self.exclude)}" ;;
   "show hostnames") echo "$3" | tr , '\\n' ;;
   requeue*) {self.requeue} ;;
   update*) {update} ;;
 esac"""
-        files = {"scontrol": scontrol, "sbatch": f"{note}\necho 4711", "squeue": "exit 1"}
-        files["sinfo"] = f'{note}\nprintf "{self.job_states}\\n"'
-        for name, body in files.items():
-            (self.folder / name).write_text(f"#!/bin/bash\n{body}\n")
-            (self.folder / name).chmod(0o755)
+        self.put("scontrol", scontrol)
+        self.put("sbatch", "echo 4711")
+        self.put("sinfo", f'printf "{self.job_states}\\n"')
+        write_program(self.folder / "squeue", "exit 1")
 
     @property
     def called(self) -> list[str]:
         """What was asked of Slurm beside questions."""
-        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
-        return [line for line in lines if not line.startswith(("scontrol show", "sinfo"))]
+        return [line for line in self.noted() if not line.startswith(("scontrol show", "sinfo"))]
 
     @property
     def environ(self) -> dict[str, str]:
-        path = f"{self.folder}:{os.environ['PATH']}"
+        path = search_path(self.folder)
         return {"PATH": path, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "a,b"}
 
 
@@ -260,8 +255,7 @@ def test_an_agent_that_a_living_supervisor_gave_up_leaves_the_job_alone(
 ) -> None:
     """Its node was cut off for a minute; the run goes on without it."""
     slurm.write()
-    (slurm.folder / "scancel").write_text((slurm.folder / "sbatch").read_text())
-    (slurm.folder / "scancel").chmod(0o755)
+    slurm.put("scancel", "echo 4711")
     code = "import time\nfrom pathlib import Path\nfrom contract.run_folder import RunFolder\n"
     code += (
         f"from slurm.supervise.alive import show_life\nshow_life(RunFolder(Path({str(run.path)!r})), '42')\n"

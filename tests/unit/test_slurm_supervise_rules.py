@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.programs import write_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,7 +170,7 @@ def test_a_time_limit_is_watched_though_the_run_folder_cannot_be_read(run: RunFo
 def test_what_squeue_says_is_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: Left | None
 ) -> None:
-    squeue(tmp_path, f'[ "$*" = "--noheader --jobs 40_3 --format=%L|%l" ] && echo "{said}"')
+    write_program(tmp_path / "squeue", f'[ "$*" = "--noheader --jobs 40_3 --format=%L|%l" ] && echo "{said}"')
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "3"}
     monkeypatch.setenv("PATH", environ["PATH"])
     assert deadline.ask_slurm(environ) == expected
@@ -178,7 +179,7 @@ def test_what_squeue_says_is_understood(
 def test_the_environment_tells_the_end_where_slurm_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    squeue(tmp_path, "exit 1")
+    write_program(tmp_path / "squeue", "exit 1")
     now = int(time.time())
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     monkeypatch.setenv("PATH", environ["PATH"])
@@ -187,15 +188,6 @@ def test_the_environment_tells_the_end_where_slurm_does_not_answer(
         environ | {"SLURM_JOB_START_TIME": str(now - 100), "SLURM_JOB_END_TIME": str(now + 200)}
     )
     assert left is not None and left.limit_s == 300 and 190 < left.left_s <= 200
-
-
-def squeue(folder: Path, body: str) -> None:
-    program(folder / "squeue", body)
-
-
-def program(path: Path, body: str) -> None:
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
 
 
 # --- cores
@@ -278,7 +270,9 @@ def test_one_bad_node_of_many_is_found_in_few_tests() -> None:
 
 
 def test_slurm_is_asked_once_which_nodes_are_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path / "sinfo", f"echo \"$@\" >> {tmp_path}/asked; printf 'a idle\\nb down*\\nc mixed\\n'")
+    write_program(
+        tmp_path / "sinfo", f"echo \"$@\" >> {tmp_path}/asked; printf 'a idle\\nb down*\\nc mixed\\n'"
+    )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert down(["a", "b"]) == set()
