@@ -88,19 +88,30 @@ def fill(schema: type[T], overrides: Sequence[str]) -> T:
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a resolved configuration that `save` wrote, change it by dotted `overrides`, check it again."""
-    parsed = [parse_setting(text) for text in overrides]
-    for override in parsed:
-        check_override(override, schema, groups=False)
+    """Read a resolved configuration that `to_yaml` printed, change it by dotted `overrides`, check it again."""
     try:
         tree = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path))
-        for override in parsed:
-            OmegaConf.update(tree, override.key_or_group, override.value())
+        return _changed(cast(DictConfig, tree), schema, overrides)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: give the config.yaml of a run folder") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
-    return to_schema(cast(DictConfig, tree), schema)
+
+
+def change(config: T, overrides: Sequence[str]) -> T:
+    """Return a resolved configuration changed by dotted `overrides`, checked again."""
+    try:
+        return _changed(OmegaConf.structured(config), type(config), overrides)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+
+
+def _changed(tree: DictConfig, schema: type[T], overrides: Sequence[str]) -> T:
+    for text in overrides:
+        override = parse_setting(text)
+        check_override(override, schema, groups=False)
+        OmegaConf.update(tree, override.key_or_group, override.value())
+    return to_schema(tree, schema)
 
 
 def to_schema(tree: DictConfig, schema: type[T]) -> T:

@@ -44,6 +44,11 @@ class Answer:
     error: str
 
     @property
+    def sentence(self) -> str:
+        """What it complains of, as one sentence."""
+        return one_sentence(self.error or self.output) or f"code {self.code}"
+
+    @property
     def refused(self) -> bool:
         """Whether Slurm said no; any other failure leaves open what it did."""
         return self.code is not None and self.code != 0 and bool(_REFUSALS.search(self.error))
@@ -90,6 +95,12 @@ def parse_duration(text: str) -> int | None:
         parts = [0] * (len(parts) < 3) + parts
     hours, minutes, seconds = (*parts, 0, 0)[:3]
     return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def one_sentence(said: str) -> str:
+    """Join the lines of a complaint, without the name of the command that stands before each; empty for none."""
+    lines = [re.sub(r"^s[a-z]+: (error: )?", "", line.strip()) for line in said.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line))
 
 
 def ask(command: Sequence[str], environ: Mapping[str, str], timeout_s: float = 5.0) -> Answer:

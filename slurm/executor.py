@@ -7,7 +7,6 @@ handling stay out: the script starts the supervisor, which is the one owner of s
 import contextlib
 import io
 import os
-import re
 import shlex
 import signal
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from submitit import Job, LocalExecutor, SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from contract.errors import UserError
-from slurm.client import clean_environment
+from slurm.client import clean_environment, one_sentence
 
 
 class ScriptExecutor(SlurmExecutor):
@@ -113,6 +112,4 @@ def _close_terminal() -> None:
 
 
 def _sentence(said: str) -> str:
-    """Make one sentence of sbatch's complaint."""
-    lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in said.splitlines()]
-    return "; ".join(dict.fromkeys(line for line in lines if line)) or "it did not say why"
+    return one_sentence(said) or "it did not say why"

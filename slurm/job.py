@@ -3,7 +3,8 @@
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,18 +113,21 @@ def belongs(state: JobState, run: RunFolder) -> bool:
     )
 
 
-def ask_slurm(
-    jobs: Sequence[Job], environ: Mapping[str, str] | None = None
-) -> dict[Job, JobState | None] | None:
-    """Ask one Slurm (that of the first job) for the state of `jobs`; None for a job that it does not know.
+def ask_slurm(jobs: Iterable[Job], environ: Mapping[str, str] | None = None) -> dict[Job, JobState | None]:
+    """Ask for the state of `jobs`; None for a job that its Slurm does not know, no entry where that does not answer.
 
-    None altogether if it does not answer. One call for all.
+    One call for each Slurm that has one of them (a site's and a lab's are two).
     """
-    if not jobs:
-        return {}
-    env = slurm_environment(jobs[0], environ)
-    states = job_states([job.job_id for job in jobs], env, jobs[0].clusters)
-    return None if states is None else {job: _own(job, states) for job in jobs}
+    by_slurm: dict[tuple[str | None, str | None], list[Job]] = defaultdict(list)
+    for job in jobs:
+        by_slurm[job.slurm_conf, job.clusters].append(job)
+    answers: dict[Job, JobState | None] = {}
+    for group in by_slurm.values():
+        env = slurm_environment(group[0], environ)
+        states = job_states([job.job_id for job in group], env, group[0].clusters)
+        if states is not None:
+            answers |= {job: _own(job, states) for job in group}
+    return answers
 
 
 def slurm_environment(job: Job, environ: Mapping[str, str] | None = None) -> dict[str, str]:

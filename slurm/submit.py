@@ -126,7 +126,7 @@ def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
             )
         return
     answer = ask_slurm([job], environ)
-    if answer is None:
+    if job not in answer:
         if _was_in_a_lab_that_is_down(job):
             return
         raise UserError(

@@ -68,7 +68,7 @@ def cancel(
     A run without a live job is none to complain about. Never ends a job that is not the run's own.
     """
     jobs: dict[RunFolder, Job | None] = {run: newest_job(run, run.read_events()) for run in runs}
-    answers = _ask_all([job for job in jobs.values() if job is not None and not job.is_local], environ)
+    answers = ask_slurm((job for job in jobs.values() if job is not None and not job.is_local), environ)
     done: dict[RunFolder, Cancelled] = {}
     plans: dict[tuple[str | None, str | None, Way], list[Job]] = defaultdict(list)
     for run, job in jobs.items():
@@ -97,16 +97,6 @@ def drop_waiting_tasks(sweep: Path) -> int:
         if waiting:
             folder.write(manifest)
     return waiting
-
-
-def _ask_all(jobs: Sequence[Job], environ: Mapping[str, str] | None) -> dict[Job, JobState | None]:
-    by_slurm: dict[tuple[str | None, str | None], list[Job]] = defaultdict(list)
-    for job in jobs:
-        by_slurm[job.slurm_conf, job.clusters].append(job)
-    answers: dict[Job, JobState | None] = {}
-    for group in by_slurm.values():
-        answers |= ask_slurm(group, environ) or {}
-    return answers
 
 
 def _plan(job: Job, answers: Mapping[Job, JobState | None], now: bool) -> Way | Cancelled:

@@ -7,7 +7,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import configs.compose
 from contract.errors import ConfigError, UserError
@@ -101,10 +100,6 @@ def _settings(
         return settings, env
     # Another cluster as a whole; what the job asks for stays.
     saved = configs.compose.load(run.submit_settings, SubmitConfig)
-    moved = SubmitConfig(load_submit(choices, env).cluster, saved.job)
-    with NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(configs.compose.to_yaml(moved))
-        file.flush()
-        settings = configs.compose.load(Path(file.name), SubmitConfig, values)
+    settings = configs.compose.change(SubmitConfig(load_submit(choices, env).cluster, saved.job), values)
     settings.validate(env)
     return settings, env

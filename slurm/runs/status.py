@@ -5,7 +5,6 @@ left no marker is `lost`, one whose job runs without a sign of life is `silent`.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -94,20 +93,11 @@ def status(root: Path, now: float | None = None) -> list[RunStatus]:
 
 
 def statuses(runs: Iterable[Found], now: float | None = None) -> list[RunStatus]:
-    """Return the states of runs, in their order.
-
-    One squeue for each Slurm that has one of the jobs (a site's and a lab's are two). `now` is in seconds
-    since the epoch.
-    """
+    """Return the states of runs, in their order; `now` is in seconds since the epoch."""
     moment = time.time() if now is None else now
     stories = [read_story(found, moment) for found in runs]
-    by_slurm: dict[tuple[str | None, str | None], list[Job]] = defaultdict(list)
-    for story in stories:
-        if not story.over and story.job is not None and not story.job.is_local:
-            by_slurm[story.job.slurm_conf, story.job.clusters].append(story.job)
-    answers: dict[Job, JobState | None] = {}
-    for jobs in by_slurm.values():
-        answers |= ask_slurm(jobs) or {}
+    jobs = (story.job for story in stories if not story.over)
+    answers = ask_slurm(job for job in jobs if job is not None and not job.is_local)
     return [_status(story, answers) for story in stories]
 
 

@@ -106,9 +106,7 @@ def come_back(run: RunFolder, step: int, way: Way, say: Say) -> str | None:
                 _keep_away(run, job_id, [*own, *ours], say)
             leave.wait(_KILL_WAIT_S)
             return None
-        refusal = (
-            f"Slurm refused to requeue job {job_id} ({_one_line(answer)}): its script is submitted again"
-        )
+        refusal = f"Slurm refused to requeue job {job_id} ({answer.sentence}): its script is submitted again"
         note(run, Event.WARNING, reason=refusal, step=step)
         say(refusal)
     return _submit_successor(run, step, job_id, job, way, say)
@@ -140,7 +138,7 @@ def _submit_successor(
     # Asked again only if Slurm never heard of it: a second successor would start beside the first.
     answer = _patiently(lambda: None if (said := _ask(*command)).not_sent else said)
     if answer is None or answer.code != 0:
-        why = "Slurm cannot be reached" if answer is None else _one_line(answer)
+        why = "Slurm cannot be reached" if answer is None else answer.sentence
         return (
             f"stopped with a checkpoint, but sbatch did not take the next job ({why}): "
             "submit the run again to continue unless squeue shows it"
@@ -183,7 +181,7 @@ def _keep_away(run: RunFolder, job_id: str, nodes: list[str], say: Say) -> None:
         time.sleep(0.5)
     said = f"job {job_id} keeps away from {names or 'no node any more'}"
     if answer.code != 0:
-        said = f"Slurm refused to keep job {job_id} away from {names} ({_one_line(answer)})"
+        said = f"Slurm refused to keep job {job_id} away from {names} ({answer.sentence})"
         note(run, Event.WARNING, reason=said)
     say(said)
 
@@ -277,10 +275,6 @@ def _is_cancelled(job: dict[str, str]) -> bool:
         return False
     limit_s = parse_duration(job.get("TimeLimit", ""))
     return limit_s is None or (parse_duration(job.get("RunTime", "")) or 0) < limit_s
-
-
-def _one_line(answer: Answer) -> str:
-    return " ".join((answer.error or answer.output).split()) or f"code {answer.code}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

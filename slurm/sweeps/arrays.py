@@ -12,7 +12,7 @@ from pathlib import Path
 
 from contract.errors import UserError
 from contract.sweep import Array, Manifest, SweepFolder, index_ranges
-from slurm.client import Answer, ask, clean_environment
+from slurm.client import ask, clean_environment
 
 _SBATCH_TIMEOUT_S = 60.0
 _ASK_TIMEOUT_S = 30.0
@@ -103,14 +103,14 @@ def _send(folder: SweepFolder, manifest: Manifest, array: Array, env: Mapping[st
         folder.record(manifest, array, answer.output.strip().partition(";")[0])
         return ""
     if answer.code is None or _UNKNOWN.search(answer.error):
-        return f"nobody knows whether Slurm has taken the array {array.spec} ({_sentence(answer)})"
+        return f"nobody knows whether Slurm has taken the array {array.spec} ({answer.sentence})"
     _take_back(folder, manifest, array)
     if _LIMIT.search(answer.error) and manifest.max_submit_jobs is None:
         return (
-            f"sbatch refused the array {array.spec} ({_sentence(answer)}): if that is a limit on the jobs that you "
+            f"sbatch refused the array {array.spec} ({answer.sentence}): if that is a limit on the jobs that you "
             "may have in the queue, give it as cluster.max_submit_jobs=N"
         )
-    return f"sbatch refused the array {array.spec}: {_sentence(answer)}"
+    return f"sbatch refused the array {array.spec}: {answer.sentence}"
 
 
 def _take_back(folder: SweepFolder, manifest: Manifest, array: Array) -> None:
@@ -244,8 +244,3 @@ def record_successor(sweep: Path, environ: Mapping[str, str], job_id: str) -> No
         # Its run's event `requeued` tells of the job; `submitted` would begin a new story.
         manifest.arrays.append(Array([number + array.offset], array.offset, str(number), job_id=job_id))
         folder.write(manifest)
-
-
-def _sentence(answer: Answer) -> str:
-    lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in answer.error.splitlines()]
-    return "; ".join(dict.fromkeys(line for line in lines if line)) or f"code {answer.code}"
