@@ -24,7 +24,7 @@ submit: $(DATA).idx  ## The same training as a batch job, on the Slurm that is t
 	$(BIN)/trierarch submit recipe=first_run run.name=first-job job.ranks_per_node=2 $(ARGS)
 
 sweep: $(DATA).idx  ## Six short trainings as one job array (needs a Slurm, or the lab)
-	$(BIN)/trierarch sweep recipe=first_run optim.lr=1e-3,3e-3 seed=1,2,3 loop.steps=$(STEPS) $(ARGS)
+	$(BIN)/trierarch sweep recipe=first_run job.ranks_per_node=2 optim.lr=1e-3,3e-3 seed=1,2,3 loop.steps=$(STEPS) $(ARGS)
 
 status: $(VENV)/.ready  ## Show all runs
 	$(BIN)/trierarch status

@@ -188,6 +188,9 @@ def _for_agents(settings: SubmitConfig) -> list[str]:
         arguments.append(f"--master-suffix={cluster.master_suffix}")
     if cpus := rank_cpus(settings):
         arguments.append(f"--rank-cpus={cpus}".replace(" ", ""))
+    elif cluster.exclusive:
+        # Without a map of the GPUs at least each rank has cores, and a NUMA node, of its own.
+        arguments.append("--rank-cpus=numa")
     return arguments
 
 

@@ -303,6 +303,16 @@ def _refuse_without_effect(settings: SubmitConfig, keys: Sequence[str]) -> None:
     What a profile says of these is a fact of the site, and waits for the mode that uses it.
     """
     local = settings.cluster.scheduler is Scheduler.local
+    for key in keys:
+        told = (
+            "cluster.topology",
+            "cluster.topology_file",
+            "cluster.scratch_shared",
+            "cluster.scratch_local",
+        )
+        _require(
+            key not in told, f"{key} says what the site has and changes no job: write it into the profile"
+        )
     unused = {
         Launch.agents: ("cluster.mpi", "cluster.cpu_bind"),
         Launch.step: ("job.health_check", "cluster.gpu_memory_gb"),

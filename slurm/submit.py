@@ -13,7 +13,7 @@ import configs.compose
 from contract.errors import ConfigError, UserError
 from contract.lock import locked
 from contract.run_folder import Event, RunFolder
-from slurm.client import CLUSTERS_VARIABLES
+from slurm.client import CLUSTERS_VARIABLES, ask, clean_environment
 from slurm.job import Job, ask_slurm, is_over, job_folder, newest_job
 from slurm.render import render
 from slurm.runs.find import address, refuse_sweep, sweep_of
@@ -81,6 +81,7 @@ def submit(
         run.create()
         with _one_at_a_time(run):
             refuse_live_job(run, env)
+            _refuse_full_queue(settings, env)
             write_whole(run.path, "config.yaml", train_config_yaml)
             write_whole(run.path, "submit.yaml", configs.compose.to_yaml(settings))
             if not (keep_code and run.code.is_dir()):
@@ -137,6 +138,19 @@ def refuse_live_job(run: RunFolder, environ: Mapping[str, str]) -> None:
         raise UserError(
             f"run {run.name} has job {job.job_id} already ({state.state.lower()}): end it with "
             f"`trierarch cancel {address(run.path)}`, or give this one another run.name"
+        )
+
+
+def _refuse_full_queue(settings: SubmitConfig, environ: Mapping[str, str]) -> None:
+    """Raise UserError if the site's limit on a user's jobs is reached; where squeue is silent, sbatch will tell."""
+    limit = settings.cluster.max_submit_jobs
+    if limit is None or settings.cluster.scheduler is not Scheduler.slurm:
+        return
+    queued = ask(["squeue", "--me", "--noheader", "--array", "--format=%i"], clean_environment(environ))
+    if queued.code == 0 and (count := len(queued.output.split())) >= limit:
+        raise UserError(
+            f"you have {count} jobs in the queue and {settings.cluster.name} takes {limit} "
+            "(cluster.max_submit_jobs): wait for some to end, or cancel some"
         )
 
 

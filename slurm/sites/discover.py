@@ -39,7 +39,7 @@ def discover(name: str | None, partition: str | None, environ: Mapping[str, str]
     profile = Profile(name=name or re.sub(r"\W", "_", cluster), partition=chosen)
     profile.description = f"{cluster}, partition {chosen}, from what its Slurm says"
     profile.sources = [
-        f"sinfo and scontrol of Slurm {config.get('SLURM_VERSION', '')} on {socket.gethostname()}, {date.today()}"
+        f"scontrol of Slurm {config.get('SLURM_VERSION', '')} on {socket.gethostname()}, {date.today()}"
     ]
     if profile.name != cluster:
         profile.host_patterns = [socket.gethostname()]

@@ -281,6 +281,8 @@ def candidate_ports(begin: Start, name: str) -> list[int]:
 def _how(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
+    if code == -signal.SIGKILL:
+        return "was ended by SIGKILL (often the host's memory: see cluster.memory)"
     try:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:

@@ -43,4 +43,7 @@ def test_a_training_is_cut_into_jobs_of_a_minute_and_ends_with_the_same_weights(
     stopped = [event["step"] for event in events(run, Event.STOPPED)]
     assert 1 <= restarts == len(stopped) == len(events(run, Event.RESUMED))
     assert stopped == sorted(set(stopped)), "each job got further than the one before"
+    # Slurm's own signal would come after a minute.
+    began = {event["restart"]: event["time"] for event in events(run, Event.STARTED)}
+    assert all(event["time"] - began[event["restart"]] < 50 for event in events(run, Event.STOPPED))
     assert not events(run, Event.FAILED, Event.RESTARTED)

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import time
@@ -143,3 +144,18 @@ def test_a_script_is_printed_without_a_run(trierarch: Trierarch, tmp_path: Path)
     assert rendered.stdout.startswith("#!") and f"note:  {tmp_path}/none.bin is not there" in rendered.stderr
     assert list(tmp_path.iterdir()) == []
     assert "leonardo_booster" in trierarch("cluster", "list").stdout
+
+
+@pytest.mark.req("C11", "C12")
+@pytest.mark.parametrize("target", ["submit", "sweep"])
+def test_what_make_submits_is_taken(trierarch: Trierarch, target: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    shown = subprocess.run(["make", "-n", target], cwd=root, capture_output=True, text=True, check=True)
+    (line,) = [line for line in shown.stdout.splitlines() if f"/trierarch {target} " in line]
+    words = line.split()[1:]
+    done = trierarch(*words, "--dry-run", "cluster=a100_ib", "job.account=project")
+    if shutil.which("sbatch") is None:
+        assert "there is no sbatch in PATH" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --account=project" in done.stdout and "slurm.supervise" in done.stdout

@@ -99,6 +99,7 @@ def test_resume_is_bitwise(ranks: Ranks, toy_tokens: Path, tmp_path: Path, size:
     resumed = [event["step"] for event in run.read_events() if event["event"] == Event.RESUMED]
     assert resumed == stops
     assert run.finished.exists()
+    assert len(run.published_steps()) == 2, "each stop saves, and the oldest of the three is gone"
 
 
 @pytest.mark.req("C13", "A13")

@@ -70,7 +70,7 @@ FAULTS: list[tuple[Callable[[RunFolder], None], str]] = [
 ]
 
 
-@pytest.mark.req("C13", "A21", "A22")
+@pytest.mark.req("C13", "A12", "A17", "A21", "A22")
 def test_killed_and_hung_processes_are_replaced_in_the_job(runs: Runs, undisturbed: RunFolder) -> None:
     run = runs.start(
         "processes", "resilience.step_timeout_s=4", "job.max_restarts=2", "job.health_check=false"
@@ -124,6 +124,16 @@ def test_a_job_without_a_spare_comes_back_away_from_the_node_that_died(
     assert job["Restarts"] == "1" and job["ExcNodeList"] == victim, "kept away although it is up again"
     assert [event["node"] for event in events(run, Event.NODE_FAILED)] == [victim]
     assert [event["excluded"] for event in events(run, Event.REQUEUED)] == [[victim]]
+
+
+@pytest.mark.req("C13", "A22")
+def test_a_job_of_one_step_comes_back_when_its_node_dies(runs: Runs, undisturbed: RunFolder) -> None:
+    run = runs.start("stepped", "job.launch=step")
+    runs.wait_for_step(run)
+    runs.lab.cluster.stop(runs.nodes("stepped")[1])
+    runs.wait_for("stepped", RunState.finished)
+    assert_same_result(run, undisturbed)
+    assert runs.lab.job(runs.job("stepped"))["Restarts"] == "1"
 
 
 @pytest.mark.chaos  # agents wait a minute before they take their supervisor for dead

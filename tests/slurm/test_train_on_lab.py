@@ -32,7 +32,7 @@ def test_a_job_on_two_nodes_trains_and_finishes(runs: Runs, undisturbed: RunFold
     assert runs.state("undisturbed").checkpoint_step == STEPS
 
 
-@pytest.mark.req("C13", "A22")
+@pytest.mark.req("C13", "A22", "B8")
 def test_a_preempted_job_comes_back_and_ends_with_the_same_weights(
     runs: Runs, undisturbed: RunFolder, tmp_path: Path
 ) -> None:

@@ -106,9 +106,24 @@ def test_ranks_are_told_who_they_are(world: World) -> None:
     assert world.run.finished.exists() and not world.events(Event.RESTARTED)
 
 
+def test_the_ports_to_try_are_others_for_each_job_and_start(world: World) -> None:
+    begins = [
+        Start(world.run, job, restart, number)
+        for job in ("1", "2")
+        for restart in (0, 1)
+        for number in (0, 1)
+    ]
+    firsts = [attempt.candidate_ports(begin, begin.attempt)[0] for begin in begins]
+    assert len(set(firsts)) == len(firsts) and all(20000 <= port < 32000 for port in firsts)
+
+
 @pytest.mark.req("A21", "A22")
 @pytest.mark.parametrize(
-    ("do", "code", "how"), [("kill", 137, "was ended by SIGKILL"), (3, 3, "ended with code 3")]
+    ("do", "code", "how"),
+    [
+        ("kill", 137, "was ended by SIGKILL (often the host's memory: see cluster.memory)"),
+        (3, 3, "ended with code 3"),
+    ],
 )
 def test_a_rank_that_dies_costs_one_restart(world: World, do: int | str, code: int, how: str) -> None:
     world.fault(3, do)

@@ -120,8 +120,9 @@ def test_ranks_are_placed_on_the_cores_near_their_gpus(tmp_path: Path) -> None:
     assert "--cpu-bind=mask_cpu:0xb0,0x3" in srun and not any("--cpus-per-task" in word for word in srun)
     # One rank may have been given either GPU, and of a shared node any cores.
     one = SubmitConfig(cluster, JobConfig(ranks_per_node=1))
-    assert "rank-cpus" not in render(RunFolder(tmp_path), one)
+    assert "--rank-cpus=numa" in split_command(render(RunFolder(tmp_path), one))[0]
     cluster.exclusive = False
+    assert "rank-cpus" not in render(RunFolder(tmp_path), one)
     _, srun = split_command(render(RunFolder(tmp_path), SubmitConfig(cluster, step)))
     assert {"--cpus-per-task=4", "--cpu-bind=none"} <= set(srun)
 
@@ -361,6 +362,7 @@ def test_time_limits_are_read_as_slurm_reads_them(days: int, hours: int, minutes
         (["job.ranks_per_node=0"], r"job.ranks_per_node=0: must not be below 1"),
         (["cluster.stop_margin_s=-1"], r"cluster.stop_margin_s=-1: must not be below 0"),
         (["job.image=x.sif"], r"job.image=x.sif: nothing runs it, give cluster.container.runtime"),
+        (["cluster.topology=file"], r"cluster.topology says what the site has and changes no job"),
         (["cluster.container.runtime=apptainer"], r"runs no image: give job.image=PATH"),
         (
             ["cluster.container.runtime=apptainer", "job.image=x.sif", "job.spares=1"],
@@ -465,6 +467,22 @@ def fake_command(folder: Path, name: str, body: str) -> dict[str, str]:
 )
 def test_every_form_of_slurms_times_is_read(text: str, seconds: int) -> None:
     assert parse_time_limit("job.time_limit", text) == seconds
+
+
+@pytest.mark.req("C3")
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("jwlogin21.juwels", "juwels_booster"),
+        ("login07.leonardo.local", "leonardo_booster"),
+        ("login1.karolina.it4i.cz", "karolina"),
+        ("berzelius1.nsc.liu.se", "berzelius"),
+        ("jean-zay3", "jean_zay"),
+        ("hkn1990.localdomain", "horeka_green"),
+    ],
+)
+def test_a_site_is_known_by_its_login_nodes(host: str, name: str) -> None:
+    assert detect(host, BARE) == name
 
 
 def test_detect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,24 @@ def fake_slurm(folder: Path, squeue: str, sbatch: str = "echo Submitted batch jo
     return {"PATH": search_path(folder)}
 
 
+@pytest.mark.req("C3")
+@pytest.mark.parametrize(("limit", "refused"), [(2, True), (3, False), (None, False)])
+def test_a_full_queue_is_found_before_sbatch(
+    run: RunFolder, tmp_path: Path, limit: int | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = fake_slurm(
+        tmp_path, "printf '7\\n8_1\\n'", sbatch=f"touch {tmp_path}/sent; echo Submitted batch job 99"
+    )
+    monkeypatch.setenv("PATH", environ["PATH"])
+    settings = SubmitConfig(Profile(name="site", max_submit_jobs=limit), JobConfig())
+    if refused:
+        with pytest.raises(UserError, match="you have 2 jobs in the queue and site takes 2"):
+            submit(run, CONFIG, settings, environ=environ)
+    else:
+        assert submit(run, CONFIG, settings, environ=environ).job_id == "99"
+    assert (tmp_path / "sent").exists() is not refused
+
+
 @pytest.mark.parametrize("profile", ["site", "lab"])
 @pytest.mark.parametrize(
     ("squeue", "refusal"),

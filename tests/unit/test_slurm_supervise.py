@@ -218,6 +218,14 @@ def test_any_signal_is_passed_on_once_as_the_stop_signal(run: RunFolder, name: s
     assert not (run.path / "bad").exists() and told(run) == [] and not run.failed.exists()
 
 
+def test_the_stop_signal_may_be_another(run: RunFolder) -> None:
+    script = STOPPABLE.replace("USR2", "USR1")
+    process = subprocess.Popen(command(run, script, "--stop-signal=SIGUSR1"))
+    wait_for(run.path / "ready")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 75 and (run.path / "requests").read_text() == "x\n"
+
+
 def test_crash_after_a_stop_request_is_not_restarted(run: RunFolder, fake_slurm: FakeSlurm) -> None:
     script = STOPPABLE.replace("exit 75", "exit 1")
     process = subprocess.Popen(command(run, script, "--requeue=slurm"), env=os.environ | fake_slurm.environ)

@@ -42,6 +42,7 @@ class FakeSlurm(Commands):
         self.refuses_update = False
         self.requeue = 'kill -TERM "$PPID"'
         self.exclude = "(null)"
+        self.squeue = "exit 1"
         self.job_states = "a idle\\nb idle\\nc mixed\\nd idle"
 
     def write(self) -> None:
@@ -55,7 +56,7 @@ esac"""
         self.put("scontrol", scontrol)
         self.put("sbatch", "echo 4711")
         self.put("sinfo", f'printf "{self.job_states}\\n"')
-        write_program(self.folder / "squeue", "exit 1")
+        write_program(self.folder / "squeue", self.squeue)
 
     @property
     def called(self) -> list[str]:
@@ -127,6 +128,17 @@ def test_agents_are_started_on_every_node_of_the_job(run: RunFolder, slurm: Fake
     lines = list(read_json_lines(run.path / "told.jsonl"))
     assert sorted((line["node_rank"], line["node"]) for line in lines) == [(0, "c"), (1, "a")]
     assert (run.path / "starts-b").exists(), "a spare stands ready"
+
+
+@pytest.mark.req("C13")
+def test_ranks_are_asked_to_stop_when_the_jobs_time_is_nearly_over(run: RunFolder, slurm: FakeSlurm) -> None:
+    # Half of the time is the most that saving may take: two seconds later, and asked once more.
+    asked_file = run.path / "asked"
+    slurm.squeue = f"[ -e {asked_file} ] && echo '2:29|5:00' || {{ touch {asked_file}; echo '2:32|5:00'; }}"
+    assert supervise(run, {"steps": 10_000}, slurm, "--requeue=slurm") == 75
+    assert slurm.called == ["scontrol requeue 42"]
+    asked = [line for line in read_json_lines(run.path / "told.jsonl") if line["task"] == "train"]
+    assert len(asked) == 2 and told(run)[-1] == "requeued"
 
 
 @pytest.mark.parametrize(("age_h", "nodes"), [(1, ["b", "c"]), (3, ["a", "b"])])
