@@ -223,13 +223,13 @@ def test_a_stop_request_before_the_ranks_run_begins_nothing(world: World) -> Non
 
 @pytest.mark.req("A17", "A21")
 def test_a_rank_that_hangs_is_named_and_its_node_avoided(world: World) -> None:
-    world.plan |= {"limit_s": 0.7, "steps": 100}
+    world.plan |= {"limit_s": 1.5, "steps": 100}
     world.fault(1, "stop", at=4)
     world.nodes.append(Node("c"))
     assert world.supervise() == 0
     (hung,) = world.events(Event.HUNG)
     assert (hung["rank"], hung["node"], hung["state"], hung["phase"]) == (1, "a", "T", "step")
-    assert hung["silent_s"] > 0.7
+    assert hung["silent_s"] > 1.5
     (failed,) = world.events(Event.NODE_FAILED)
     assert failed["node"] == "a" and "rank 1 hung in step at step 4 (state T)" in failed["reason"]
     assert world.starts_on(0) == ["a", "b"] and world.starts_on(1) == ["b", "c"]
@@ -266,10 +266,10 @@ def test_a_dead_agent_is_replaced_by_a_spare_or_started_anew(world: World, spare
 def test_a_silent_node_has_failed_and_a_spare_takes_over(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "SILENT_S", 1.5)
+    monkeypatch.setattr(fleet, "SILENT_S", 3.0)
     world.nodes.append(Node("c"))
     world.node("b", mute=True)
-    world.plan["steps"] = 120
+    world.plan["steps"] = 250
     # What a node does is not charged to the run.
     assert world.supervise(policy=Policy(max_restarts=0)) == 0
     (failed,) = world.events(Event.NODE_FAILED)
@@ -317,7 +317,8 @@ def test_a_missing_program_is_no_endless_loop(world: World, monkeypatch: pytest.
 def test_a_pause_of_the_supervisor_itself_is_nobodys_fault(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "SILENT_S", 1.0)
+    # What the slow agent is late by after the pause stays far from the limit, also on a busy machine.
+    monkeypatch.setattr(fleet, "SILENT_S", 3.0)
     monkeypatch.setattr(fleet, "_OWN_PAUSE_S", 0.5)
     paused = False
 
@@ -328,8 +329,8 @@ def test_a_pause_of_the_supervisor_itself_is_nobodys_fault(
             # As slow to answer after the pause as an agent may be at any time.
             slow = agents_below(os.getpid())[-1]
             os.kill(slow, signal.SIGSTOP)
-            threading.Timer(2.4, os.kill, (slow, signal.SIGCONT)).start()
-            time.sleep(2.0)
+            threading.Timer(3.9, os.kill, (slow, signal.SIGCONT)).start()
+            time.sleep(3.5)
         return False
 
     world.is_due = pause
@@ -341,8 +342,8 @@ def test_a_pause_of_the_supervisor_itself_is_nobodys_fault(
 def test_when_most_nodes_are_silent_at_once_the_network_is_waited_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "SILENT_S", 1.6)
-    monkeypatch.setattr(fleet, "_ALSO_SILENT_S", 1.2)
+    monkeypatch.setattr(fleet, "SILENT_S", 3.0)
+    monkeypatch.setattr(fleet, "_ALSO_SILENT_S", 1.5)
     world.nodes.append(Node("c"))
     world.plan["steps"] = 150
     stopped: list[int] = []
@@ -352,7 +353,7 @@ def test_when_most_nodes_are_silent_at_once_the_network_is_waited_for(
             stopped.extend(agents_below(os.getpid())[-2:])
             for late_s, pid in enumerate(stopped):
                 os.kill(pid, signal.SIGSTOP)
-                threading.Timer(2.5 + 0.4 * late_s, os.kill, (pid, signal.SIGCONT)).start()
+                threading.Timer(4.0 + 0.4 * late_s, os.kill, (pid, signal.SIGCONT)).start()
         return False
 
     world.is_due = cut_off
