@@ -52,7 +52,8 @@ def train(
     from slurm.foreground import run_in_foreground
     from slurm.launch import local_gpus, mpi_command
     from slurm.runs.find import refuse_sweep
-    from train.config import check_batch, load_config
+    from train.config import load_config
+    from train.layout.check import lay_out
 
     if cfg not in (None, "job"):
         raise ConfigError(f"--cfg {cfg}: only `--cfg job` can be printed")
@@ -66,7 +67,7 @@ def train(
         return
     command = [sys.executable, "-m", "train", *(overrides or [])]
     count = ranks or max(1, local_gpus())
-    check_batch(config.loop.global_batch_size, config.parallel.micro_batch_size, count)
+    lay_out(config, count, count)
     argv, environment = mpi_command(count, command)
     print(f"run {config.run.name}: starting {count} rank{'s' * (count > 1)}", flush=True)
     stop_signal = signal.Signals[config.resilience.stop_signal]
@@ -85,7 +86,8 @@ def submit(
     from slurm.settings import load_submit
     from slurm.submit import submit as submit_run
     from tools.data_check import missing_data
-    from train.config import check_batch, load_config
+    from train.config import load_config
+    from train.layout.check import lay_out
 
     where: list[str] = []
     what: list[str] = []
@@ -94,7 +96,7 @@ def submit(
     config = load_config(what)
     settings = load_submit(where)
     ranks = settings.job.nodes * settings.ranks_per_node
-    check_batch(config.loop.global_batch_size, config.parallel.micro_batch_size, ranks)
+    lay_out(config, ranks, settings.ranks_per_node)
     for note in missing_data([config.data.prefix]):
         print(f"note:  {note}", file=sys.stderr)
     submission = submit_run(config.run_folder, to_yaml(config), settings, dry_run=dry_run)

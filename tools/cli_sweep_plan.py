@@ -13,7 +13,8 @@ from contract.errors import ConfigError
 from contract.sweep import SweepFolder
 from slurm.settings import SubmitConfig, load_submit
 from slurm.sweeps.tasks import PlannedTask, SweepPlan
-from train.config import TrainConfig, check_batch, finish
+from train.config import TrainConfig, finish
+from train.layout.check import lay_out
 
 WHERE = ("cluster", "job")
 _ONE_PLACE = (
@@ -121,7 +122,7 @@ def _tasks(
             config = composer.compose(overrides)
             config.run.name, config.run.root = name, str(folder.path)
             finish(config)
-            check_batch(config.loop.global_batch_size, config.parallel.micro_batch_size, ranks)
+            lay_out(config, ranks, settings.ranks_per_node)
         except ConfigError as error:
             raise ConfigError(f"task {' '.join(overrides)}: {error}") from error
         choices = composer.choices(overrides)

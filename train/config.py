@@ -12,6 +12,7 @@ from pathlib import Path
 import configs.compose
 from contract.errors import ConfigError
 from contract.run_folder import RunFolder
+from train.layout.config import ParallelConfig
 from train.model.config import ModelConfig
 
 LARGEST = 1e12
@@ -89,20 +90,13 @@ class DataConfig:
 
 
 @dataclass
-class ParallelConfig:
-    """How the work is split over ranks."""
-
-    micro_batch_size: int = 8
-    """Samples that one rank takes through forward and backward at once."""
-
-
-@dataclass
 class LoopConfig:
     """The training loop."""
 
     steps: int = 1000
-    global_batch_size: int = 16
-    """Samples an optimizer step, over all ranks and micro-batches."""
+    global_batch_size: int | None = 16
+    """Samples an optimizer step, over all ranks and micro-batches; null follows from
+    parallel.gradient_accumulation_steps."""
     clip_norm: float = 1.0
     """Largest gradient norm; 0 does not clip."""
     log_every_steps: int = 10
@@ -110,6 +104,12 @@ class LoopConfig:
     """0 evaluates only at the end."""
     eval_batches: int = 20
     """Global batches of held-out samples an evaluation; 0 does not evaluate."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """`global_batch_size`, once the layout is known."""
+        assert self.global_batch_size is not None, "lay_out fills it"
+        return self.global_batch_size
 
 
 @dataclass
@@ -201,9 +201,11 @@ class TrainConfig:
         """Check what must hold; raise `ConfigError` for the first thing that does not."""
         for path, value in (
             ("data.sequence_length", self.data.sequence_length),
-            ("parallel.micro_batch_size", self.parallel.micro_batch_size),
             ("loop.steps", self.loop.steps),
-            ("loop.global_batch_size", self.loop.global_batch_size),
+            (
+                "loop.global_batch_size",
+                1 if self.loop.global_batch_size is None else self.loop.global_batch_size,
+            ),
             ("loop.log_every_steps", self.loop.log_every_steps),
             ("resilience.start_timeout_s", self.resilience.start_timeout_s),
             ("resilience.step_timeout_s", self.resilience.step_timeout_s),
@@ -247,9 +249,14 @@ class TrainConfig:
         ):
             _require(value <= 1e6, f"{path}={value}: must be at most 1e6")
         _require(bool(self.run.root.strip()), "run.root is empty: give a folder")
+        self.parallel.validate()
         micro, total = self.parallel.micro_batch_size, self.loop.global_batch_size
         _require(
-            total % micro == 0,
+            total is not None or self.parallel.gradient_accumulation_steps is not None,
+            "loop.global_batch_size=null: give it, or parallel.gradient_accumulation_steps",
+        )
+        _require(
+            total is None or total % micro == 0,
             f"loop.global_batch_size={total} is no multiple of parallel.micro_batch_size={micro}: change one",
         )
         _require(
@@ -285,18 +292,6 @@ class TrainConfig:
                 f"loop.steps={self.loop.steps}: shorten one of them",
             )
         self.model.validate()
-
-
-def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
-    """Raise `ConfigError` unless a global batch divides into whole micro-batches for each data-parallel rank."""
-    at_once = micro_batch_size * dp_size
-    if global_batch_size % at_once:
-        below = global_batch_size // at_once * at_once
-        choices = " or ".join(str(size) for size in (below, below + at_once) if size)
-        raise ConfigError(
-            f"loop.global_batch_size={global_batch_size} does not divide over {dp_size} data-parallel ranks of "
-            f"parallel.micro_batch_size={micro_batch_size}: set it to {choices}, or change the micro-batch size"
-        )
 
 
 def load_config(overrides: Sequence[str]) -> TrainConfig:

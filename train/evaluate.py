@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from train.config import TrainConfig
 from train.data.loader import TokenWindows, validation_batches
-from train.model.llama import next_token_loss
-from train.precision import autocast
+from train.mesh import Mesh
+from train.model.llama import IGNORED
+from train.parallel.engine import Engine
 from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement
 
@@ -43,6 +43,7 @@ class Evaluator:
         device: torch.device,
         group: dist.ProcessGroup,
         agreement: Agreement,
+        mesh: Mesh,
     ) -> None:
         """`windows`: the held-out split, None when there is nothing to evaluate on; `group`: gloo, all ranks."""
         self.windows = windows
@@ -51,6 +52,7 @@ class Evaluator:
         self._device = device
         self._group = group
         self._agreement = agreement
+        self._mesh = mesh
         token_bytes = None if self.tokenizer is None else self.tokenizer.token_bytes()
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes).to(device)
 
@@ -59,10 +61,10 @@ class Evaluator:
         """Number of held-out samples that an evaluation reads."""
         if self.windows is None:
             return 0
-        return min(self.windows.count, self._config.loop.eval_batches * self._config.loop.global_batch_size)
+        return min(self.windows.count, self._config.loop.eval_batches * self._config.loop.samples_per_step)
 
     @torch.no_grad()
-    def run(self, model: nn.Module) -> Evaluation | None:
+    def run(self, engine: Engine) -> Evaluation | None:
         """Evaluate; None when there is nothing to evaluate on or a stop was requested meanwhile."""
         if self.windows is None or self.samples == 0:
             return None
@@ -72,20 +74,25 @@ class Evaluator:
             self.windows,
             self.samples,
             self._config.parallel.micro_batch_size,
-            dist.get_rank(self._group),
-            dist.get_world_size(self._group),
+            self._mesh.dp.get_local_rank(),
+            self._mesh.dp.size(),
+            engine.batches_at_once,
         )
-        for batch in batches:
+        # Ranks of one tensor-parallel group have the same loss.
+        counts = self._mesh.coordinate("tp") == 0
+        # Counted where the samples are read, which ranks of all other axes do too.
+        reads = counts and self._mesh.coordinate("pp") == 0 and self._mesh.coordinate("cp") == 0
+        for micro_batches in batches:
             beat(Phase.EVALUATE)
             self._agreement.begin()
-            if batch is not None:
-                batch = batch.to(self._device)
-                with autocast(self._config.precision, self._device):
-                    logits = model(batch.tokens, batch.documents)
-                sums[0] += next_token_loss(logits, batch.targets).double() * batch.targets.numel()
-                sums[1] += batch.targets.numel()
+            nats = engine.evaluate(micro_batches)
+            if counts:
+                sums[0] += nats
+            for batch in micro_batches if reads else ():
+                targets = batch.targets[batch.targets != IGNORED].to(self._device)
+                sums[1] += targets.numel()
                 if self._token_bytes is not None:
-                    sums[2] += self._token_bytes[batch.targets].sum()
+                    sums[2] += self._token_bytes[targets].sum()
             if self._agreement.decide().stop:
                 return None
         sums = sums.cpu()

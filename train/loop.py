@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from contract.errors import ReportedError, SaveError, UserError
 from contract.run_folder import Event, RunFolder
@@ -12,14 +11,14 @@ from train.checkpoint.store import CheckpointStore
 from train.config import TrainConfig
 from train.data.loader import TrainLoader
 from train.evaluate import Evaluation, Evaluator
+from train.mesh import Mesh
 from train.model.config import flops_per_token
-from train.model.llama import next_token_loss
 from train.monitor.clock import StepClock
 from train.monitor.progress import ProgressLine
 from train.monitor.recorder import Recorder
 from train.optim.schedule import learning_rate
-from train.parallel.data import accumulate, mean_over_ranks
-from train.precision import autocast
+from train.parallel.clip import clip_grad_norm
+from train.parallel.engine import Engine, mean_loss
 from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement
 from train.state import TrainState
@@ -36,8 +35,9 @@ class Parts:
     run: RunFolder
     device: torch.device
     state: TrainState
-    forward: nn.Module
-    """The model as it is called: wrapped for data parallelism where there is more than one rank."""
+    mesh: Mesh
+    engine: Engine
+    """Runs the parts of the model that `state` holds."""
     loader: TrainLoader
     evaluator: Evaluator
     checkpoints: CheckpointStore
@@ -67,7 +67,8 @@ class Outcome:
 def train(parts: Parts) -> Outcome:
     """Train from where `parts.state` stands to the last step."""
     config, state, optimizer = parts.config, parts.state, parts.state.optimizer
-    steps, global_batch_size = config.loop.steps, config.loop.global_batch_size
+    steps, global_batch_size = config.loop.steps, config.loop.samples_per_step
+    parameters = list(state.parts.parameters())
     clock = StepClock(state.step)
     first = state.step
     while state.step < steps:
@@ -77,17 +78,8 @@ def train(parts: Parts) -> Outcome:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        micro_batches = next(parts.loader)
-        loss = torch.zeros((), device=parts.device)
-        for index, batch in enumerate(micro_batches):
-            batch = batch.to(parts.device)
-            with accumulate(parts.forward, last=index == len(micro_batches) - 1):
-                with autocast(config.precision, parts.device):
-                    logits = parts.forward(batch.tokens, batch.documents)
-                micro_loss = next_token_loss(logits, batch.targets) / len(micro_batches)
-                micro_loss.backward()
-            loss += micro_loss.detach()
-        grad_norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.loop.clip_norm or math.inf)
+        loss = parts.engine.train(next(parts.loader).micro_batches)
+        grad_norm = clip_grad_norm(parameters, config.loop.clip_norm, parts.mesh)
         optimizer.step()
         optimizer.zero_grad()
         state.step += 1
@@ -101,7 +93,7 @@ def train(parts: Parts) -> Outcome:
         if logs or saves or decision.stop:
             _refuse_divergence(parts, float(grad_norm))  # waits for the device, so that the clock is right
         if logs:
-            _log(parts, mean_over_ranks(loss), float(grad_norm), lr, clock.step_time_s(state.step))
+            _log(parts, mean_loss(loss, parts.mesh), float(grad_norm), lr, clock.step_time_s(state.step))
             clock.restart(state.step)
         parts.progress.step(state.step)
 
@@ -122,9 +114,7 @@ def train(parts: Parts) -> Outcome:
 
 def evaluate(parts: Parts) -> Evaluation | None:
     """Evaluate and record; None when there is nothing to evaluate on or a stop was requested meanwhile."""
-    parts.state.model.eval()
-    evaluation = parts.evaluator.run(parts.state.model)
-    parts.state.model.train()
+    evaluation = parts.evaluator.run(parts.engine)
     if evaluation is not None and parts.recorder is not None:
         parts.recorder.log(parts.state.step, evaluation.as_metrics())
     return evaluation
@@ -179,7 +169,7 @@ def _save(parts: Parts, required: bool) -> None:
 
 def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: float) -> None:
     config = parts.config
-    tokens_per_s = config.loop.global_batch_size * config.data.sequence_length / step_time_s
+    tokens_per_s = config.loop.samples_per_step * config.data.sequence_length / step_time_s
     parts.progress.logged(parts.state.step, loss, tokens_per_s)
     if parts.recorder is None:
         return

@@ -1,23 +1,52 @@
-"""ParallelDims -> DeviceMesh. The only place that multiplies degrees of parallelism."""
+"""ParallelDims -> DeviceMesh: the process groups of a layout."""
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from train.bootstrap import World
+from train.layout.dims import AXES, ParallelDims
 
 
 @dataclass(frozen=True)
-class ParallelDims:
-    """Degrees of parallelism of a run; their product is the number of ranks."""
+class Mesh:
+    """The process groups of a layout, seen from one rank. Collective to build."""
 
-    dp_replicate: int
+    dims: ParallelDims
+    root: DeviceMesh
+    """With the axes of `AXES`, all of them, also those of size 1."""
+    dp: DeviceMesh
+    """dp_replicate x dp_shard: ranks that take different samples."""
+    dp_cp: DeviceMesh
+    """dp_replicate x dp_shard x cp: ranks that see different tokens and average their gradients."""
+    shard: DeviceMesh
+    """dp_shard x cp: ranks that share one copy of the state."""
+    hybrid: DeviceMesh
+    """(dp_replicate, dp_shard x cp), two axes: shards inside, copies between."""
 
     @classmethod
-    def of(cls, world: World) -> "ParallelDims":
-        """Use every rank of the world for data parallelism."""
-        return cls(dp_replicate=world.size)
+    def build(cls, dims: ParallelDims, device_type: str) -> "Mesh":
+        """Make the groups; every rank of the world calls."""
+        root = init_device_mesh(device_type, dims.shape, mesh_dim_names=AXES)
+        shard = root["dp_shard", "cp"]._flatten("dp_shard_cp")
+        return cls(
+            dims=dims,
+            root=root,
+            dp=root["dp_replicate", "dp_shard"]._flatten("dp"),
+            dp_cp=root["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
+            shard=shard,
+            hybrid=DeviceMesh._concatenate([root["dp_replicate"], shard]),
+        )
 
-    def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the device mesh; axes are named as in the configuration, outermost first."""
-        return init_device_mesh(device_type, (self.dp_replicate,), mesh_dim_names=("dp_replicate",))
+    def __getitem__(self, axis: str) -> DeviceMesh:
+        """The mesh of one axis."""
+        return self.root[axis]
+
+    def coordinate(self, axis: str) -> int:
+        """Position of this rank on an axis."""
+        return self.root[axis].get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along an axis."""
+        group: dist.ProcessGroup = self.root[axis].get_group()
+        return group

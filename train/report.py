@@ -5,15 +5,21 @@ import sys
 import zlib
 from pathlib import Path
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from train.data.loader import TokenWindows
 from train.data.tokenizer import Tokenizer
 from train.evaluate import Evaluation
-from train.generate import sample
+from train.generate import load_model, sample
 from train.loop import Parts
+from train.model.config import parameter_count
 
 SAMPLE_TOKENS = 160
 PROMPT_TOKENS = 40
 MAX_ZLIB_BYTES = 2**26
+MAX_SAMPLE_PARAMETERS = 500e6
+"""A model that is spread over ranks is read back from its checkpoint for a sample, on one CPU core."""
 
 
 def report(parts: Parts, evaluation: Evaluation | None) -> None:
@@ -23,8 +29,9 @@ def report(parts: Parts, evaluation: Evaluation | None) -> None:
     windows, tokenizer = parts.evaluator.windows, parts.evaluator.tokenizer
     if evaluation is not None and windows is not None and tokenizer is not None:
         say(_quality(evaluation, windows, tokenizer, parts.evaluator.samples))
-        say("\na sample that continues held-out text after [...]:\n")
-        say(_sample(parts, windows, tokenizer) + "\n")
+        if (model := _whole_model(parts)) is not None:
+            say("\na sample that continues held-out text after [...]:\n")
+            say(_sample(parts, model, windows, tokenizer) + "\n")
     say(f"checkpoint  {run.checkpoints / f'step_{parts.checkpoints.newest_step}'}")
     say(f"metrics     {run.metrics}")
     if parts.config.monitor.tensorboard:
@@ -46,10 +53,21 @@ def _quality(evaluation: Evaluation, windows: TokenWindows, tokenizer: Tokenizer
     return text
 
 
-def _sample(parts: Parts, windows: TokenWindows, tokenizer: Tokenizer) -> str:
+def _whole_model(parts: Parts) -> nn.Module | None:
+    """The trained model in one piece; None where it is spread over ranks and too large to read back."""
+    part = parts.state.parts[0]
+    if parts.mesh.dims.pp == 1 and not any(isinstance(tensor, DTensor) for tensor in part.parameters()):
+        return part
+    if parameter_count(parts.config.model) > MAX_SAMPLE_PARAMETERS:
+        return None
+    model, _ = load_model(parts.run)
+    return model
+
+
+def _sample(parts: Parts, model: nn.Module, windows: TokenWindows, tokenizer: Tokenizer) -> str:
     prompt = windows.targets(1)[:PROMPT_TOKENS]
     drawn = sample(
-        parts.state.model,
+        model,
         prompt.tolist(),
         SAMPLE_TOKENS,
         context=parts.config.data.sequence_length,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 import configs.compose
 from contract.errors import ConfigError, PeerError, ReportedError, SaveError, UserError
@@ -22,15 +21,16 @@ from train.checkpoint.store import CheckpointStore, broadcast
 from train.config import WATCH_MARGIN_S, Resume, TrainConfig
 from train.data.loader import TokenWindows, TrainLoader, describe_change
 from train.evaluate import Evaluator
+from train.layout.check import lay_out
 from train.loop import Outcome, Parts, train
-from train.mesh import ParallelDims
+from train.mesh import Mesh
 from train.model.hf import read_hf
-from train.model.llama import build
 from train.monitor.flops import peak_tflops
 from train.monitor.progress import ProgressLine, tell
 from train.monitor.recorder import Recorder
 from train.optim.adamw import build_optimizer
-from train.parallel.data import replicate
+from train.parallel.apply import build_engine, build_parts
+from train.parallel.fill import fill
 from train.report import report
 from train.resilience.owner import RunOwner, RunTakenError
 from train.resilience.pulse import Phase, beat
@@ -128,7 +128,8 @@ class Launch:
         windows, held_out = together(control, lambda: self._open_data(token))
 
         beat(Phase.START)
-        mesh = ParallelDims.of(world).build_mesh(device.type)
+        dims = together(control, lambda: lay_out(config, world.size, world.local_size))
+        mesh = Mesh.build(dims, device.type)
         checkpoints = CheckpointStore(
             run=config.run_folder,
             # The watch on the pulse knows which rank it is that others wait for: it fires first.
@@ -146,8 +147,9 @@ class Launch:
         together(control, lambda: self._check_fits(newest, checkpoints.manifest))
         # Random weights take minutes for a large model: only where nothing replaces them.
         fresh = newest is None and config.run.init_from is None
-        model = build(config.model, config.seed if fresh else None, device)
-        state = TrainState(model, build_optimizer(model, config.optim), rank=world.rank)
+        sharded = build_parts(config, mesh, device, config.seed if fresh else None)
+        optimizer = build_optimizer(sharded.parts, config.optim)
+        state = TrainState(sharded.parts, optimizer, config.model, rank=world.rank)
         seed_everything(config.seed, world.rank)
         if newest is not None:
             beat(Phase.LOAD, newest.step)
@@ -160,8 +162,6 @@ class Launch:
         loader = together(control, lambda: self._loader(windows, state, mesh))
         together(control, lambda: self._announce(state, checkpoints))
 
-        # From here on the model is called through `forward`; the state keeps the bare one.
-        forward = replicate(model, mesh, device)
         agreement = Agreement(control, self._request, config.checkpoint.every_minutes * 60)
         peak = peak_tflops(device, config.monitor.peak_tflops)
         return Parts(
@@ -169,9 +169,10 @@ class Launch:
             run=config.run_folder,
             device=device,
             state=state,
-            forward=forward,
+            mesh=mesh,
+            engine=build_engine(sharded, config, device),
             loader=loader,
-            evaluator=Evaluator(config, held_out, device, control, agreement),
+            evaluator=Evaluator(config, held_out, device, control, agreement, mesh),
             checkpoints=checkpoints,
             agreement=agreement,
             progress=ProgressLine(config.monitor.progress, config.loop.steps, self._leader),
@@ -263,7 +264,8 @@ class Launch:
         folder = Path(self._config.run.init_from)
         shape, weights = read_hf(folder)
         _check_model(configs.compose.to_tree(shape), configs.compose.to_tree(self._config.model), str(folder))
-        state.model.load_state_dict(weights)
+        for part in state.parts:
+            fill(part, self._config.model, lambda name, _, where: weights[name][where])
 
     def _recorder(self, state: TrainState) -> Recorder:
         done = state.step == self._config.loop.steps
@@ -275,15 +277,15 @@ class Launch:
             check_owner=self.owner.check,
         )
 
-    def _loader(self, windows: TokenWindows, state: TrainState, mesh: DeviceMesh) -> TrainLoader:
+    def _loader(self, windows: TokenWindows, state: TrainState, mesh: Mesh) -> TrainLoader:
         return TrainLoader(
             windows,
             seed=self._config.seed,
             consumed_samples=state.samples,
-            global_batch_size=self._config.loop.global_batch_size,
+            global_batch_size=self._config.loop.samples_per_step,
             micro_batch_size=self._config.parallel.micro_batch_size,
-            dp_rank=mesh.get_local_rank(),
-            dp_size=mesh.size(),
+            dp_rank=mesh.dp.get_local_rank(),
+            dp_size=mesh.dp.size(),
             prefetch_batches=self._config.data.prefetch_batches,
         )
 

@@ -13,6 +13,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from train.model.config import ModelConfig
+from train.parallel.fill import global_name
+
 
 @dataclass
 class TrainState:
@@ -22,8 +25,10 @@ class TrainState:
     checkpoint can be read without unpickling.
     """
 
-    model: nn.Module
+    parts: nn.ModuleList
+    """What this rank holds of the model: see `train.parallel.apply.Sharded`."""
     optimizer: torch.optim.Optimizer
+    config: ModelConfig
     rank: int = 0
     step: int = 0
     """Optimizer steps done."""
@@ -32,26 +37,36 @@ class TrainState:
     tokens: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as a tree of tensors; random generators are kept for each rank."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        """Return everything as a tree of tensors; random generators are kept for each rank.
+
+        Names are those of the whole model, whatever part of it is here.
+        """
+        model, optimizer = get_state_dict(self.parts, self.optimizer)
+        moments: dict[str, Any] = optimizer["state"]  # type: ignore[assignment]
         progress = {"step": self.step, "samples": self.samples, "tokens": self.tokens}
         return {
-            "model": model,
+            "model": {self._global_name(name): value for name, value in model.items()},
             # Hyperparameters belong to the configuration: a changed weight decay must not come back from here.
-            "optimizer": optimizer["state"],
+            "optimizer": {self._global_name(name): value for name, value in moments.items()},
             "progress": {name: torch.tensor(value, dtype=torch.int64) for name, value in progress.items()},
             "rng": {f"rank_{self.rank}": _rng_state()},
         }
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a tree of `state_dict`; hyperparameters of the optimizer stay as they were built."""
-        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
-        optimizer = {"state": tree["optimizer"], "param_groups": groups}
-        set_state_dict(self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=optimizer)
+        groups = get_optimizer_state_dict(self.parts, self.optimizer)["param_groups"]
+        names = [name for name, _ in self.parts.named_parameters()]
+        model = {name: tree["model"][self._global_name(name)] for name in names}
+        moments = {name: tree["optimizer"][self._global_name(name)] for name in names}
+        optimizer = {"state": moments, "param_groups": groups}
+        set_state_dict(self.parts, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         progress = {name: int(value) for name, value in tree["progress"].items()}
         self.step, self.samples, self.tokens = progress["step"], progress["samples"], progress["tokens"]
         # A generator that the saving world did not have (of another rank, of a GPU) stays as it was seeded.
         _set_rng_state(tree["rng"].get(f"rank_{self.rank}", {}))
+
+    def _global_name(self, name: str) -> str:
+        return global_name(name.partition(".")[2], self.config)
 
 
 def seed_everything(seed: int, rank: int) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from contract.errors import ConfigError, UserError
 from train.config import DataConfig
-from train.data.loader import Batch, Step, TokenWindows, TrainLoader, describe_change, validation_batches
+from train.data.loader import Step, TokenWindows, TrainLoader, describe_change, validation_batches
 from train.data.prepare import prepare
+from train.model.llama import IGNORED
 
 
 @pytest.fixture(scope="module")
@@ -205,17 +206,25 @@ def test_a_batch_moves_as_one(prefix: Path) -> None:
 
 
 @pytest.mark.req("A13")
-@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7))
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3))
 def test_evaluation_reads_each_sample_once_on_any_number_of_ranks(
-    prefix: Path, count: int, micro: int, ranks: int
+    prefix: Path, count: int, micro: int, ranks: int, at_once: int
 ) -> None:
     windows = TokenWindows(prefix, 7)
-    dealt = [list(validation_batches(windows, count, micro, rank, ranks)) for rank in range(ranks)]
-    assert len({len(batches) for batches in dealt}) == 1
-    batches: list[Batch] = [batch for mine in dealt for batch in mine if batch is not None]
-    assert all(1 <= len(batch.tokens) <= micro for batch in batches)
-    expected = windows.read(range(min(count, windows.count))).tokens.tolist()
-    assert sorted(row for batch in batches for row in batch.tokens.tolist()) == sorted(expected)
+    dealt = [list(validation_batches(windows, count, micro, rank, ranks, at_once)) for rank in range(ranks)]
+    assert len({len(items) for items in dealt}) == 1, "collectives between the ranks match"
+    items = [item for mine in dealt for item in mine]
+    assert all(len(item) == at_once for item in items)
+    batches = [batch for item in items for batch in item]
+    assert all(batch.tokens.shape == batch.targets.shape == (micro, 7) for batch in batches)
+    counted = [
+        (tokens, targets)
+        for batch in batches
+        for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)
+        if targets != [IGNORED] * 7
+    ]
+    expected = windows.read(range(min(count, windows.count)))
+    assert sorted(counted) == sorted(zip(expected.tokens.tolist(), expected.targets.tolist(), strict=True))
 
 
 def test_a_change_of_the_data_is_told(prefix: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from contract.errors import ConfigError
 from train.model.config import ModelConfig, flops_per_token, parameter_count, parameter_shapes
-from train.model.llama import Llama, build, document_mask, initial_value, next_token_loss, rope_tables
+from train.model.llama import Llama, build, document_mask, initial_rows, next_token_loss, rope_tables
 
 TINY = ModelConfig(
     vocab_size=64, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=24, init_std=0.2
@@ -126,7 +126,7 @@ def test_weights_depend_on_seed_and_name_only() -> None:
     deeper = dict(build(tiny(layers=4), 5, "cpu").named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, dict(eager.named_parameters())[name])
-        assert torch.equal(parameter, initial_value(TINY, 5, name, parameter.shape))
+        assert torch.equal(parameter, initial_rows(TINY, 5, name, parameter.shape))
         if "o_proj" not in name and "down_proj" not in name:
             assert torch.equal(parameter, deeper[name])
     assert not torch.equal(model.layers["0"].mlp.up_proj.weight, model.layers["0"].mlp.gate_proj.weight)
@@ -135,10 +135,10 @@ def test_weights_depend_on_seed_and_name_only() -> None:
 
 
 def test_drawing_weights_leaves_torchs_generator_and_its_defaults_alone() -> None:
-    expected = initial_value(TINY, 1, "norm.weight.of.a.matrix", (8, 8))
+    expected = initial_rows(TINY, 1, "norm.weight.of.a.matrix", (8, 8))
     state = torch.get_rng_state()
     with torch.device("meta"):
-        assert torch.equal(initial_value(TINY, 1, "norm.weight.of.a.matrix", (8, 8)), expected)
+        assert torch.equal(initial_rows(TINY, 1, "norm.weight.of.a.matrix", (8, 8)), expected)
     assert torch.equal(torch.get_rng_state(), state)
 
 

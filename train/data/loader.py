@@ -1,5 +1,6 @@
 """Batches for a run: windows over token files, read ahead, at a position that the trainer owns."""
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from train.data.indexed import IndexedTokens, Int64Array, Tokens
 from train.data.metadata import Metadata, describe_change
 from train.data.order import batch_indices, shuffled
 from train.data.tokenizer import Tokenizer
+from train.model.llama import IGNORED
 
 __all__ = [
     "Batch",
@@ -255,16 +257,28 @@ class TrainLoader:
 
 
 def validation_batches(
-    windows: TokenWindows, samples: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
-) -> Iterator[Batch | None]:
+    windows: TokenWindows,
+    samples: int,
+    micro_batch_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    at_once: int = 1,
+) -> Iterator[list[Batch]]:
     """Yield the first `samples` windows (all, if there are fewer), in order, spread over the ranks.
 
-    Each sample goes to exactly one rank, and each rank gets the same number of items, so that collectives
-    between them match. The last may be shorter on some ranks, and None where no sample is left: sum losses and
-    counts over ranks, then divide.
+    Each item holds `at_once` batches of `micro_batch_size` samples, the same number on each rank, so that
+    collectives between them match; each sample goes to exactly one rank. Where no sample is left others stand in,
+    whose targets are all `IGNORED`: sum losses and counts over ranks, then divide.
     """
     samples = min(samples, windows.count)
-    at_once = micro_batch_size * dp_size
-    for start in range(0, samples, at_once):
-        mine = np.arange(start, min(start + at_once, samples))[dp_rank::dp_size]
-        yield windows.read(mine) if mine.size else None
+    shape = (at_once, dp_size, micro_batch_size)
+    for start in range(0, samples, math.prod(shape)):
+        numbers = np.arange(start, start + math.prod(shape)).reshape(shape)[:, dp_rank]
+        yield [_padded(windows, micro, samples) for micro in numbers]
+
+
+def _padded(windows: TokenWindows, numbers: Int64Array, samples: int) -> Batch:
+    """Read windows by number; those from `samples` on are stand-ins."""
+    batch = windows.read(np.where(numbers < samples, numbers, 0))
+    batch.targets[torch.from_numpy(numbers >= samples)] = IGNORED
+    return batch

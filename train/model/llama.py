@@ -13,6 +13,11 @@ from torch import Tensor, nn
 
 from train.model.config import ModelConfig
 
+IGNORED = -100
+"""A target that does not count, as in torch's cross entropy."""
+INIT_BLOCK = 2**20
+"""Values that are drawn from one generator; part of what a seed means, like the order of the names."""
+
 
 class Llama(nn.Module):
     """Token ids in, logits out.
@@ -40,19 +45,24 @@ class Llama(nn.Module):
         for name, table in zip(("rope_cos", "rope_sin"), rope_tables(config, device), strict=True):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Logits (batch, sequence, vocabulary) for `tokens` (batch, sequence), int64.
 
         With `documents` (batch, sequence), integers, a position sees only those before it that have the
-        same number. Raises `ConfigError` for a sequence beyond `max_sequence_length`.
+        same number. `positions` (sequence), int64, says where in the sequence the tokens stand, when they are not
+        the first ones in order. Raises `ConfigError` for a sequence beyond `max_sequence_length`.
         """
-        sequence_length = tokens.shape[1]
-        self.config.check_sequence_length(sequence_length)
         hidden = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         # One cast here instead of one in each layer.
         dtype = _compute_dtype(hidden)
-        cos = self.rope_cos[:sequence_length].to(dtype)
-        sin = self.rope_sin[:sequence_length].to(dtype)
+        if positions is None:
+            sequence_length = tokens.shape[1]
+            self.config.check_sequence_length(sequence_length)
+            cos, sin = self.rope_cos[:sequence_length].to(dtype), self.rope_sin[:sequence_length].to(dtype)
+        else:
+            cos, sin = self.rope_cos[positions].to(dtype), self.rope_sin[positions].to(dtype)
         mask = None if documents is None else document_mask(documents)
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, mask)
@@ -73,9 +83,9 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter with `initial_value`."""
+        """Fill every parameter with `initial_rows`."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(self.config, seed, name, parameter.shape))
+            parameter.copy_(initial_rows(self.config, seed, name, parameter.shape))
 
 
 class Layer(nn.Module):
@@ -105,6 +115,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, config.kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, config.kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.core = CoreAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Map x (batch, sequence, dim) to the same shape.
@@ -116,7 +127,20 @@ class Attention(nn.Module):
         query = rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin).transpose(1, 2)
         key = rotate(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin).transpose(1, 2)
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        heads = F.scaled_dot_product_attention(
+        heads = self.core(query, key, value, mask)
+        out: Tensor = self.o_proj(heads.transpose(1, 2).flatten(2))
+        return out
+
+
+class CoreAttention(nn.Module):
+    """The part of attention without weights, where tokens meet; a module so that it can be exchanged."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Mix values: query (batch, heads, sequence, head_dim); key and value may have fewer heads.
+
+        `mask` is that of `Attention.forward`. Returns the shape of `query`.
+        """
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -124,8 +148,6 @@ class Attention(nn.Module):
             is_causal=mask is None,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        out: Tensor = self.o_proj(heads.transpose(1, 2).flatten(2))
-        return out
 
 
 class MLP(nn.Module):
@@ -156,23 +178,33 @@ def build(config: ModelConfig, seed: int | None, device: torch.device | str) -> 
     return model
 
 
-def initial_value(config: ModelConfig, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Initial value of the whole parameter `name`, fp32 on the CPU.
+def initial_rows(
+    config: ModelConfig, seed: int, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None
+) -> Tensor:
+    """Initial value of rows `first` to `last` (all, if None) of the parameter `name`, fp32 on the CPU.
 
-    A function of (config, seed, name) alone, so that every layout and device starts from the same model.
-    Norms are 1; matrices are normal with `init_std`, those that write to the residual stream narrower by
-    sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
+    A function of (config, seed, name) alone, so that every layout and device starts from the same model; `shape`
+    is that of the whole parameter. Norms are 1; matrices are normal with `init_std`, those that write to the
+    residual stream narrower by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
     """
+    last = shape[0] if last is None else last
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.ones(last - first)
     std = config.init_std
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * config.layers)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    # Explicit device and dtype: torch's defaults may be changed around this call.
-    value = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return value.normal_(0.0, std, generator=generator)
+    # Drawn in blocks of rows, each from a generator of its own: a rank draws no more than it holds.
+    rows = max(1, INIT_BLOCK // math.prod(shape[1:]))
+    blocks = []
+    for block in range(first // rows, -(-last // rows)):
+        digest = hashlib.sha256(f"{seed}:{name}:{block}".encode()).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        begin, end = block * rows, min((block + 1) * rows, shape[0])
+        # Explicit device and dtype: torch's defaults may be changed around this call.
+        value = torch.empty((end - begin, *shape[1:]), dtype=torch.float32, device="cpu")
+        value.normal_(0.0, std, generator=generator)
+        blocks.append(value[max(first - begin, 0) : last - begin])
+    return torch.cat(blocks) if blocks else torch.empty((0, *shape[1:]))
 
 
 def rope_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -204,12 +236,14 @@ def document_mask(documents: Tensor) -> Tensor:
     return same.tril()[:, None]
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in fp32, in nats a token.
+def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross entropy in fp32, in nats: the mean over the tokens, or with `reduction` "sum" their sum.
 
-    `targets` (batch, sequence) holds the token that follows each position; -100 leaves a position out.
+    `targets` (batch, sequence) holds the token that follows each position; `IGNORED` leaves a position out.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -1,1 +1,1 @@
-"""Parallelism, applied to a model from outside."""
+"""Parallelism, applied to a model from outside. Read `apply.py` first: it holds the one fixed order."""

@@ -1,33 +1,102 @@
-"""Data parallelism: every rank holds the whole model and gradients are averaged by all-reduce."""
+"""Data parallelism: what the ranks of one stage replicate and what they shard (ZeRO), and when they communicate.
 
-from contextlib import AbstractContextManager, nullcontext
+One mechanism, torch's `fully_shard` (and `replicate`, which is the same without shards), has three switches: whether
+parameters are freed after forward, whether they are freed after backward, and whether a backward reduces gradients.
+Where nothing but plain replication is asked for, `DistributedDataParallel` does it with less work a step.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from train.config import TrainConfig
+from train.layout.dims import ParallelDims
+from train.mesh import Mesh
+from train.model.llama import Llama
+from train.precision import sharded_policy
 
-def replicate(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """Keep gradients of `model` equal over the mesh; all-reduce overlaps with backward, bucket by bucket."""
-    if mesh.size() == 1:
-        return model
+
+def is_sharded(config: TrainConfig, dims: ParallelDims) -> bool:
+    """Whether `shard` acts on the parts of a model; else they are plain, or replicated by `replicate_plain`."""
+    alone = dims.dp * dims.cp == 1
+    return not alone and (config.parallel.zero > 0 or dims.tp * dims.pp > 1)
+
+
+def shard(part: Llama, config: TrainConfig, mesh: Mesh) -> None:
+    """Shard or replicate a part of the model in place, each layer on its own, so that they travel one by one.
+
+    Parameters become DTensors over the data-parallel axes, on top of what tensor parallelism has made of them.
+    """
+    policy = sharded_policy(config.precision)
+    groups: list[list[nn.Module]] = [[layer] for layer in part.layers.values()]
+    # The first and the last to be needed: their weights are as large as several layers'.
+    if part.embed_tokens is not None and not (part.norm is not None and part.lm_head is None):
+        groups.insert(0, [part.embed_tokens])
+    if part.lm_head is not None:
+        groups.append([module for module in (part.norm, part.lm_head) if module is not None])
+    for group in groups:
+        # Between forward and backward of the last group nothing else is needed: freeing it is wasted work.
+        _distribute(group, config, mesh, policy, keep=group is groups[-1] and part.lm_head is not None)
+    _distribute([part], config, mesh, policy, keep=True)
+    _prefetch([group[0] for group in groups])
+
+
+def replicate_plain(part: Llama, mesh: Mesh, device: torch.device) -> nn.Module:
+    """Return the module to call in place of `part`: its gradients are averaged bucket by bucket during backward."""
     replicated = DistributedDataParallel(
-        model,
+        part,
         device_ids=[device] if device.type == "cuda" else None,
-        process_group=mesh.get_group(),
+        process_group=mesh.dp_cp.get_group(),
         gradient_as_bucket_view=True,
     )
     _settle_buckets(replicated, device)
     return replicated
 
 
-def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Context of one micro-batch: gradients are communicated with the last one of a step only."""
-    if last or not isinstance(model, DistributedDataParallel):
-        return nullcontext()
-    return model.no_sync()
+@contextmanager
+def accumulate(model: nn.Module, zero: int, last: bool) -> Iterator[None]:
+    """Context of one micro-batch: what is communicated with it, at the given ZeRO stage, and what with the last."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        # Stages 2 and 3 keep no whole gradients: each micro-batch is reduced, copies agree once a step.
+        model.set_requires_gradient_sync(last or zero >= 2)
+        model.set_requires_all_reduce(last)
+        # Stages 0 to 2 gather parameters once a step.
+        model.set_reshard_after_backward(last or zero == 3)
+    yield
+
+
+def _distribute(
+    modules: list[nn.Module], config: TrainConfig, mesh: Mesh, policy: MixedPrecisionPolicy, keep: bool
+) -> None:
+    target = modules[0] if len(modules) == 1 else modules
+    if config.parallel.zero == 0:
+        replicate(target, mesh=mesh.dp_cp, mp_policy=policy)
+        return
+    fully_shard(
+        target,
+        mesh=mesh.hybrid if mesh.dims.dp_replicate > 1 else mesh.shard,
+        mp_policy=policy,
+        reshard_after_forward=config.parallel.zero == 3 and not keep,
+    )
+
+
+def _prefetch(modules: list[nn.Module]) -> None:
+    """Ask for the next module's parameters while one computes; without a GPU's streams this only changes the order."""
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    for module, following in itertools.pairwise(sharded):
+        module.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([module])
 
 
 def _settle_buckets(model: DistributedDataParallel, device: torch.device) -> None:
@@ -38,13 +107,7 @@ def _settle_buckets(model: DistributedDataParallel, device: torch.device) -> Non
     last bits from the run that it continues.
     """
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    positions = torch.arange(2, device=device)
     for _ in range(2):
-        model(tokens).float().sum().mul(0.0).backward()
+        model(tokens, positions=positions).float().sum().mul(0.0).backward()
     model.zero_grad(set_to_none=True)
-
-
-def mean_over_ranks(value: torch.Tensor) -> float:
-    """Average a scalar tensor over all ranks; `value` itself stays as it is."""
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
