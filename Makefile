@@ -36,10 +36,10 @@ lab-down: $(VENV)/.ready  ## Stop it
 	$(BIN)/trierarch lab down
 
 test: check  ## All tests but the long ones (Slurm tests are skipped where Slurm is not installed)
-	$(BIN)/python -m pytest -m "not chaos"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not chaos"
 
 test-quick: $(VENV)/.dev  ## The tests that need no Slurm and little time
-	$(BIN)/python -m pytest -m "not chaos and not slurm and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not chaos and not slurm and not slow"
 
 chaos: $(VENV)/.dev  ## Long fault-injection runs
 	$(BIN)/python -m pytest -m chaos

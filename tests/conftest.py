@@ -10,6 +10,8 @@ import pytest
 
 _SEED_VARIABLE = "TRIERARCH_TEST_SEED"
 _SEED = int(os.environ.get(_SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+# Processes that share the tests between them (pytest -n) start from the same one.
+os.environ[_SEED_VARIABLE] = str(_SEED)
 _REQUIREMENTS = {
     f"{letter}{number}"
     for letter, count in {"C": 13, "A": 25, "B": 12, "D": 8}.items()
