@@ -15,7 +15,7 @@ import torch.distributed as dist
 from contract.errors import ConfigError, NodeError, PeerError, UserError
 from train import bootstrap, roll_call
 from train.bootstrap import Joined, World
-from train.run import _unwritable, _who_trains
+from train.launch import _unwritable, _who_trains
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,368 @@
+"""The set-up of one launch of a run: check everything, build the parts, restore, announce."""
+
+import errno
+import json
+import os
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import configs.compose
+from contract.errors import ConfigError, ReportedError, SaveError, UserError
+from contract.run_folder import HAND_STARTED, Event, job_identity, start_number
+from train import bootstrap
+from train.checkpoint.manifest import Manifest
+from train.checkpoint.store import CheckpointStore, broadcast
+from train.config import WATCH_MARGIN_S, Resume, TrainConfig
+from train.data.loader import TokenWindows, TrainLoader, describe_change
+from train.evaluate import Evaluator
+from train.layout.check import lay_out
+from train.layout.config import Recompute
+from train.layout.dims import ParallelDims
+from train.layout.notes import notes
+from train.loop import Parts
+from train.mesh import Mesh
+from train.model.hf import read_hf
+from train.monitor.flops import peak_tflops
+from train.monitor.progress import ProgressLine, tell
+from train.monitor.recorder import Recorder
+from train.optim.adamw import build_optimizer
+from train.parallel.apply import build_engine, build_parts
+from train.parallel.fill import fill
+from train.parallel.recompute import plan_of
+from train.resilience.owner import RunOwner, RunTakenError
+from train.resilience.pulse import Phase, beat
+from train.resilience.stop import Agreement, StopRequest
+from train.resilience.together import together
+from train.state import TrainState, seed_everything
+
+SHARED_STORAGE_WAIT_S = 10.0
+PASSING = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EREMOTEIO)
+"""What a shared file system fails with while it fails over, or has thrown this node out."""
+LAUNCHERS = {"mpi": "mpirun", "slurm": "srun"}
+"""What people call a launcher, where that is another name."""
+
+
+class Launch:
+    """The set-up of one launch of a run, seen from one rank.
+
+    Nothing in the run folder changes until everything that can be wrong was checked: a launch that is
+    refused must leave the run as it was.
+    """
+
+    def __init__(
+        self, config: TrainConfig, request: StopRequest, world: bootstrap.World, device: torch.device
+    ) -> None:
+        self.owner = RunOwner(config.run_folder)
+        self._config = config
+        self._config_text = configs.compose.to_yaml(config)
+        self._request = request
+        self._world = world
+        self._device = device
+        self._leader = world.rank == 0
+        self._claimed = False
+        self._announced = False
+        self._load_s = 0.0
+
+    def set_up(self) -> Parts:
+        """Build what the loop works with, restored from the newest checkpoint. Collective."""
+        config, device, world, limits = self._config, self._device, self._world, self._config.resilience
+        beat(Phase.START)
+        control = _cpu_group(limits.collective_timeout_s)
+        together(control, self._claim)
+        self._claimed = True
+        token = broadcast(self.owner.token, control)
+        windows, held_out = together(control, lambda: self._open_data(token))
+
+        beat(Phase.START)
+        dims = together(control, lambda: lay_out(config, world.size, world.local_size))
+        mesh = Mesh.build(dims, device.type)
+        checkpoints = CheckpointStore(
+            run=config.run_folder,
+            # The watch on the pulse knows which rank it is that others wait for: it fires first.
+            group=_cpu_group(limits.checkpoint_timeout_s + WATCH_MARGIN_S),
+            manifest=Manifest(
+                step=0,
+                world_size=world.size,
+                model=configs.compose.to_tree(config.model),
+                data=windows.fingerprint | _sample_order(config),
+                layout=asdict(dims) | {"zero": config.parallel.zero},
+            ),
+            keep_last=config.checkpoint.keep_last,
+            check_owner=self.owner.check,
+        )
+        newest = checkpoints.newest()
+        together(control, lambda: self._check_fits(newest, checkpoints.manifest))
+        # Random weights take minutes for a large model: only where nothing replaces them.
+        fresh = newest is None and config.run.init_from is None
+        sharded = build_parts(config, mesh, device, config.seed if fresh else None)
+        optimizer = build_optimizer(sharded.parts, config.optim)
+        state = TrainState(sharded.parts, optimizer, config.model, rank=world.rank)
+        seed_everything(config.seed, world.rank)
+        if newest is not None:
+            beat(Phase.LOAD, newest.step)
+            began_s = time.monotonic()
+            together(control, lambda: checkpoints.load(state, newest))
+            self._load_s = time.monotonic() - began_s
+            beat(Phase.START)
+        elif not fresh:
+            together(control, lambda: self._import_weights(state))
+        loader = together(control, lambda: self._loader(windows, state, mesh))
+        together(control, lambda: self._announce(state, checkpoints, dims))
+        if self._leader and config.parallel.recompute is not Recompute.none:
+            tell(str(plan_of(config, mesh)))
+
+        agreement = Agreement(control, self._request, config.checkpoint.every_minutes * 60)
+        peak = peak_tflops(device, config.monitor.peak_tflops)
+        return Parts(
+            config=config,
+            run=config.run_folder,
+            device=device,
+            state=state,
+            mesh=mesh,
+            engine=build_engine(sharded, config, device),
+            loader=loader,
+            evaluator=Evaluator(config, held_out, device, control, agreement, mesh),
+            checkpoints=checkpoints,
+            agreement=agreement,
+            progress=ProgressLine(config.monitor.progress, config.loop.steps, self._leader),
+            recorder=self._recorder(state) if self._leader else None,
+            peak_flops=None if peak is None else peak * 1e12 * world.size,
+        )
+
+    def record_failure(self, error: BaseException) -> None:
+        """Leave word of a failure in the run folder.
+
+        A launch by hand that was refused leaves the run as it was; a job's supervisor wants the reason.
+        """
+        in_job = job_identity()[0] != HAND_STARTED
+        refused = isinstance(error, RunTakenError)
+        told = isinstance(error, ReportedError)
+        if told or not (self._announced or (in_job and (self._claimed or refused))):
+            return
+        code = error.exit_code if isinstance(error, UserError) else None
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        folder = self._config.run_folder
+        # `refused`: the run is another process's and well, only this launch has failed.
+        marks = {"refused": True} if refused else {}
+        folder.try_event(Event.FAILED, rank=self._world.rank, reason=reason, code=code, **marks)
+
+    def _claim(self) -> None:
+        """Take the run folder for this launch (rank 0)."""
+        if not self._leader:
+            return
+        folder = self._config.run_folder
+        if self._config.run.resume is Resume.required and not folder.published_steps():
+            raise ConfigError(
+                f"run {folder.name} has no checkpoint to continue from: drop run.resume=required"
+            )
+        try:
+            folder.create()
+            self.owner.acquire()
+        except OSError as error:
+            raise _unwritable(folder.path, error) from error
+        if self._config.run.resume is Resume.never and folder.published_steps():
+            raise ConfigError(
+                f"run {folder.name} already has checkpoints up to step {folder.published_steps()[-1]} in "
+                f"{folder.path}: choose another run.name, or drop run.resume=never to continue it"
+            )
+
+    def _check_shared(self, token: str) -> None:
+        """Make sure that this rank sees what rank 0 has written: shards on separate disks are no checkpoint."""
+        deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
+        while not self.owner.sees(token):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{self._config.run_folder.path} is not the folder that rank 0 writes to: put run.root on storage "
+                    "that all nodes share"
+                )
+            time.sleep(0.1)
+
+    def _open_data(self, token: str) -> tuple[TokenWindows, TokenWindows | None]:
+        """Make sure of the run folder, open the token files and fit the vocabulary to them."""
+        self._check_shared(token)
+        config = self._config
+        windows = TokenWindows.open(config.data, "train")
+        held_out = TokenWindows.open(config.data, "validation") if config.loop.eval_batches > 0 else None
+        if config.model.vocab_size is None:
+            # Multiples of 64 suit the tiles of matrix units.
+            config.model.vocab_size = -(-windows.metadata.vocab_size // 64) * 64
+        windows.metadata.check_vocabulary(config.model.vocab_size)
+        config.model.check_sequence_length(config.data.sequence_length)
+        return windows, held_out
+
+    def _check_fits(self, newest: Manifest | None, wanted: Manifest) -> None:
+        """Check that the checkpoint to continue from belongs to this model and this data."""
+        name = self._config.run.name
+        if newest is None:
+            return
+        _check_model(newest.model, wanted.model, f"the checkpoint of step {newest.step}")
+        if change := describe_change(newest.data, wanted.data):
+            raise ConfigError(
+                f"the data of run {name} is not what it was trained on so far ({change}): give back the old "
+                "data.prefix, or start another run.name"
+            )
+        for key, value in _sample_order(self._config).items():
+            if newest.data.get(key) != value:
+                raise ConfigError(
+                    f"{key}={value} differs from {newest.data.get(key)}, with which run {name} was trained so far; "
+                    "samples would be repeated or skipped: give back the old value, or start another run.name"
+                )
+
+    def _import_weights(self, state: TrainState) -> None:
+        assert self._config.run.init_from is not None
+        folder = Path(self._config.run.init_from)
+        shape, weights = read_hf(folder)
+        _check_model(configs.compose.to_tree(shape), configs.compose.to_tree(self._config.model), str(folder))
+        for part in state.parts:
+            fill(part, self._config.model, lambda name, _, where: weights[name][where])
+
+    def _recorder(self, state: TrainState) -> Recorder:
+        done = state.step == self._config.loop.steps
+        return Recorder(
+            self._config.run_folder,
+            state.step,
+            self._config.monitor.tensorboard,
+            redo_evaluation=done,
+            check_owner=self.owner.check,
+        )
+
+    def _loader(self, windows: TokenWindows, state: TrainState, mesh: Mesh) -> TrainLoader:
+        return TrainLoader(
+            windows,
+            seed=self._config.seed,
+            consumed_samples=state.samples,
+            global_batch_size=self._config.loop.samples_per_step,
+            micro_batch_size=self._config.parallel.micro_batch_size,
+            dp_rank=mesh.dp.get_local_rank(),
+            dp_size=mesh.dp.size(),
+            prefetch_batches=self._config.data.prefetch_batches,
+        )
+
+    def _announce(self, state: TrainState, checkpoints: CheckpointStore, dims: ParallelDims) -> None:
+        """Write down what this launch is about to do, and tidy up what earlier ones have left (rank 0)."""
+        if self._leader:
+            self.owner.settle()
+            checkpoints.set_aside_damaged()
+            checkpoints.clean()
+        self._announced = True
+        if not self._leader:
+            return
+        folder = self._config.run_folder
+        unfortunate = notes(self._config, dims, self._world.local_size)
+        changes = (
+            _changed_values(folder.config.read_text(), self._config_text) if folder.config.exists() else []
+        )
+        try:
+            if not folder.config.exists() or changes:
+                temporary = folder.config.with_suffix(".tmp")
+                temporary.write_text(self._config_text)
+                temporary.replace(folder.config)
+            folder.finished.unlink(missing_ok=True)
+            folder.failed.unlink(missing_ok=True)
+            folder.append_event(
+                Event.STARTED,
+                pid=os.getpid(),
+                world_size=self._world.size,
+                launcher=self._world.launcher,
+                device=_device_name(self._device),
+                changed=changes,
+                start=start_number(),
+            )
+            if state.step > 0:
+                folder.append_event(
+                    Event.RESUMED,
+                    step=state.step,
+                    tokens=state.tokens,
+                    load_s=round(self._load_s, 3),
+                    start=start_number(),
+                )
+            for name in self._request.replaced:
+                reason = f"another handler of {name} was replaced: stop requests belong to the trainer"
+                folder.append_event(Event.WARNING, reason=reason)
+            for note in unfortunate:
+                folder.append_event(Event.WARNING, reason=note)
+        except OSError as error:
+            raise _unwritable(folder.path, error) from error
+        tell(f"run {folder.name}: {_who_trains(self._world)}, on {_device_name(self._device)}")
+        for note in unfortunate:
+            tell(f"note: {note}")
+        if state.step > 0:
+            tell(f"continuing run {folder.name} from step {state.step}")
+            for change in changes:
+                tell(f"changed since then: {change}")
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    """Say that the run folder cannot be written; where that may pass by itself another try is worth it."""
+    if error.errno in PASSING:
+        return SaveError(
+            f"run folder {folder} cannot be written ({error.strerror}): look at its file system if that does not pass"
+        )
+    return UserError(
+        f"run folder {folder} cannot be written ({error.strerror}): choose another run.root, or free some space"
+    )
+
+
+def _who_trains(world: bootstrap.World) -> str:
+    """Say how many ranks there are and what has started them."""
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    if world.launcher == "alone":
+        return ranks
+    if world.launcher == "agent":
+        return f"{ranks} started by an agent" + f" on each of {world.nodes} nodes" * (world.nodes > 1)
+    return f"{ranks} started by {LAUNCHERS.get(world.launcher, world.launcher)}"
+
+
+def _changed_values(before: str, after: str) -> list[str]:
+    """Say which values differ between two printed configurations."""
+    old, new = configs.compose.flatten_yaml(before), configs.compose.flatten_yaml(after)
+    return [
+        f"{key}={_written(new.get(key))} (was {_written(old.get(key))})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _written(value: Any) -> str:
+    """A value as users write it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _check_model(saved: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    """Raise `ConfigError` unless weights of the shape `saved`, found at `where`, fit the model `wanted`."""
+    harmless = {"name", "init_std", "max_sequence_length"}
+    for key in sorted((saved.keys() | wanted.keys()) - harmless):
+        old, new = saved.get(key), wanted.get(key)
+        if key == "kv_heads":  # null means as many as heads
+            old, new = old or saved.get("heads"), new or wanted.get("heads")
+        if old != new:
+            raise ConfigError(
+                f"model.{key} is {new}, but {where} has {old}: use the model and the data that it was trained "
+                "with, or give the new run another run.name"
+            )
+
+
+def _sample_order(config: TrainConfig) -> dict[str, Any]:
+    """What, beside the token files, decides which sample comes when."""
+    data = config.data
+    return {
+        "seed": config.seed,
+        "data.sequence_length": data.sequence_length,
+        "data.validation_fraction": data.validation_fraction,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _cpu_group(timeout_s: float) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
