@@ -31,6 +31,7 @@ _PRELOAD = [
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
 Ranks = Callable[..., list[Any]]

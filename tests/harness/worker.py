@@ -1,6 +1,7 @@
 """One rank of the pool: a process that runs one call after another, each from the same clean state."""
 
 import faulthandler
+import functools
 import gc
 import math
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -67,6 +69,7 @@ def serve(connection: Connection, log_path: Path, stack_path: Path) -> None:
     stack = os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.enable(stack)
     faulthandler.register(DUMP_SIGNAL, stack)
+    caches = _lru_caches()
     gc.freeze()  # torch's own objects need no collection: keeps the one after each call short
     while True:
         try:
@@ -80,10 +83,20 @@ def serve(connection: Connection, log_path: Path, stack_path: Path) -> None:
             connection.send(reply)
             # The group must live until every rank has returned: the others may still talk to this one.
             connection.recv()
-            _clean_up()
+            _clean_up(caches)
             connection.send(Reply())
         except (EOFError, ConnectionError):
             os._exit(0)
+
+
+def _lru_caches() -> list[Any]:
+    """Every `lru_cache` of torch.distributed's, those of methods too."""
+    return [
+        found
+        for found in gc.get_objects()
+        if isinstance(found, functools._lru_cache_wrapper)
+        and str(found.__module__).startswith("torch.distributed")
+    ]
 
 
 def _run(call: Call) -> Reply:
@@ -122,13 +135,15 @@ def _reset(call: Call) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def _clean_up() -> None:
+def _clean_up(caches: list[Any]) -> None:
     """Destroy the groups and forget what torch keeps about them."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor's caches hold device meshes, and with them the names of groups that are gone.
+    # DTensor's caches hold device meshes, and with them groups that are gone, each with threads of its own.
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
+    for cache in caches:
+        cache.cache_clear()
     torch.distributed.tensor._random._rng_tracker = None
     gc.collect()
     signal.alarm(0)
