@@ -49,11 +49,13 @@ def compose(root: str, schema: type[T], overrides: Sequence[str]) -> T:
 def compose_tree(root: str, schema: type, overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """Compose as `compose` does; return the tree, interpolations unresolved, and the choice of each group."""
     ConfigStore.instance().store(name=f"{root}_schema", node=schema)
-    for override in map(parse_setting, overrides):
+    settings = spell_out(overrides, schema)
+    settings += implied(settings, schema)
+    for override in map(parse_setting, settings):
         check_override(override, schema)
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            tree = hydra_compose(root, overrides=list(overrides), return_hydra_config=True)
+            tree = hydra_compose(root, overrides=settings, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     chosen = {
@@ -107,7 +109,8 @@ def change(config: T, overrides: Sequence[str]) -> T:
 
 
 def _changed(tree: DictConfig, schema: type[T], overrides: Sequence[str]) -> T:
-    for text in overrides:
+    settings = spell_out(overrides, schema)
+    for text in settings + implied(settings, schema):
         override = parse_setting(text)
         check_override(override, schema, groups=False)
         OmegaConf.update(tree, override.key_or_group, override.value())
@@ -207,6 +210,37 @@ def parse_setting(text: str) -> Override:
     return override
 
 
+def spell_out(overrides: Iterable[str], schema: type) -> list[str]:
+    """Replace synonyms, `schema.SYNONYMS`, by the keys that they stand for; the texts may sweep.
+
+    Raises ConfigError where a key has got two values in this way.
+    """
+    synonyms: dict[str, str] = getattr(schema, "SYNONYMS", {})
+    spelled: list[str] = []
+    given: dict[str, list[str]] = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        key = synonyms.get(name.strip(), name.strip())
+        earlier = given.setdefault(key, [])
+        if any(name.strip() != one.partition("=")[0].strip() for one in earlier):
+            if any(value.strip() != one.partition("=")[2].strip() for one in earlier):
+                raise ConfigError(f"{earlier[0]} and {text} set the same key, {key}: give one of them")
+            continue  # the same value in other words
+        earlier.append(text)
+        spelled.append(f"{key}{equals}{value}" if name.strip() in synonyms else text)
+    return spelled
+
+
+def implied(overrides: Sequence[str], schema: type) -> list[str]:
+    """Return the settings that come with `overrides`, by `schema.IMPLIED`: a key's value says something of another key.
+
+    A setting does not come where its key is given, nor with null.
+    """
+    rules: dict[str, str] = getattr(schema, "IMPLIED", {})
+    keys = {one.key_or_group for one in map(parse_setting, overrides) if one.value() is not None}
+    return [setting for key, setting in rules.items() if key in keys and key_of(setting) not in keys]
+
+
 def is_group(override: Override) -> bool:
     """Whether an override chooses a file of a group, as `model=llama_3m` does."""
     return (FOLDER / override.key_or_group).is_dir()
@@ -223,7 +257,8 @@ def check_override(override: Override, schema: type, groups: bool = True) -> Non
         return
     valid = field_paths(schema)
     if key not in valid:
-        raise ConfigError(f"{key}: there is no such key, {closest_key(key, valid)}")
+        names = [*valid, *getattr(schema, "SYNONYMS", {})]
+        raise ConfigError(f"{key}: there is no such key, {closest_key(key, names)}")
 
 
 def closest_key(key: str, valid: Iterable[str]) -> str:

@@ -29,8 +29,10 @@ from configs.compose import (
     choices,
     compose_tree,
     explain,
+    implied,
     is_group,
     parse_setting,
+    spell_out,
     to_schema,
     to_tree,
 )
@@ -92,7 +94,7 @@ class _Expanded:
 def _expand_all(overrides: Sequence[str], schema: type) -> dict[str, _Expanded]:
     """Return the settings of every key, in the order of the keys."""
     expanded: dict[str, _Expanded] = {}
-    for text in overrides:
+    for text in spell_out(overrides, schema):
         one = _expand(text)
         if one.key in expanded:
             raise ConfigError(
@@ -186,8 +188,9 @@ class Composer(Generic[T]):
     def compose(self, overrides: Sequence[str] = ()) -> T:
         """Return the configuration under `base` and `overrides`, as Hydra would give it; raises ConfigError."""
         tree = copy.deepcopy(self._tree(overrides)[0])
+        settings = [*overrides, *implied([*self.base, *overrides], self._schema)]
         try:
-            for override in map(parse_setting, overrides):
+            for override in map(parse_setting, settings):
                 if not is_group(override):
                     OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException as error:

@@ -16,6 +16,7 @@ from contract.errors import ConfigError, UserError
 from tools.cli_cluster import app as cluster_app
 from tools.cli_data import app as data_app
 from tools.cli_lab import app as lab_app
+from tools.cli_layout import app as layout_app
 from tools.cli_runs import app as runs_app
 from tools.cli_sweep import app as sweep_app
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
 app.add_typer(lab_app, name="lab")
+app.add_typer(layout_app)
 app.add_typer(runs_app)
 app.add_typer(sweep_app, name="sweep")
 
@@ -46,6 +48,13 @@ def train(
     cfg: Annotated[
         str | None, typer.Option(help="`job` prints the whole resolved configuration and ends.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build one rank of a layout here, show what it holds, and end.")
+    ] = False,
+    nodes: Annotated[int | None, typer.Option(help="With --dry-run: nodes, in place of --ranks.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="With --dry-run: ranks on each node.")] = None,
+    rank: Annotated[int | None, typer.Option(help="With --dry-run: the rank to build. Default: 0.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """Train on this machine; Ctrl-C stops with a checkpoint and the same command continues from it."""
     from configs.compose import to_yaml
@@ -55,6 +64,22 @@ def train(
     from train.config import load_config
     from train.layout.check import lay_out
 
+    if dry_run:
+        from tools.cli_dry_run import show_dry_run
+
+        if cfg is not None:
+            raise ConfigError("--cfg prints and ends, as --dry-run does: give one of the two")
+        _refuse_sections(overrides or [])
+        show_dry_run(overrides or [], ranks, nodes, ranks_per_node, rank or 0, as_json)
+        return
+    for option, asked in (
+        ("--nodes", nodes is not None),
+        ("--ranks-per-node", ranks_per_node is not None),
+        ("--rank", rank is not None),
+        ("--json", as_json),
+    ):
+        if asked:
+            raise ConfigError(f"{option} does nothing without --dry-run: leave it out, or add --dry-run")
     if cfg not in (None, "job"):
         raise ConfigError(f"--cfg {cfg}: only `--cfg job` can be printed")
     if ranks is not None and ranks < 1:
@@ -88,6 +113,7 @@ def submit(
     from tools.data_check import missing_data
     from train.config import load_config
     from train.layout.check import lay_out
+    from train.layout.notes import notes
 
     where: list[str] = []
     what: list[str] = []
@@ -96,8 +122,8 @@ def submit(
     config = load_config(what)
     settings = load_submit(where)
     ranks = settings.job.nodes * settings.ranks_per_node
-    lay_out(config, ranks, settings.ranks_per_node)
-    for note in missing_data([config.data.prefix]):
+    dims = lay_out(config, ranks, settings.ranks_per_node)
+    for note in [*missing_data([config.data.prefix]), *notes(config, dims, settings.ranks_per_node)]:
         print(f"note:  {note}", file=sys.stderr)
     submission = submit_run(config.run_folder, to_yaml(config), settings, dry_run=dry_run)
     if dry_run:

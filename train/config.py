@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 import configs.compose
 from contract.errors import ConfigError
 from contract.run_folder import RunFolder
 from train.layout.config import ParallelConfig
+from train.layout.synonyms import IMPLIED, SYNONYMS
 from train.model.config import ModelConfig
 
 LARGEST = 1e12
@@ -180,6 +182,9 @@ class MonitorConfig:
 class TrainConfig:
     """All of a training run."""
 
+    SYNONYMS: ClassVar[dict[str, str]] = SYNONYMS
+    IMPLIED: ClassVar[dict[str, str]] = IMPLIED
+
     seed: int = 1234
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -292,6 +297,7 @@ class TrainConfig:
                 f"loop.steps={self.loop.steps}: shorten one of them",
             )
         self.model.validate()
+        self.model.check_sequence_length(self.data.sequence_length)
 
 
 def load_config(overrides: Sequence[str]) -> TrainConfig:

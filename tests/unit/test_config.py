@@ -41,6 +41,7 @@ KEYS = [path for path in field_paths(TrainConfig) if "." in path]
         ("monitor.peak_tflops=0", "monitor.peak_tflops=0.0: must be above 0, or null"),
         ("resilience.start_timeout_s=inf", "resilience.start_timeout_s=inf"),
         ("optim.beta2=1", "optim.beta2=1.0: must be at least 0 and below 1"),
+        ("data.sequence_length=4096", "longer than model.max_sequence_length=2048"),
         ("loop.global_batch_size=12", "no multiple of parallel.micro_batch_size=8"),
         ("data.validation_fraction=0", "data.validation_fraction=0 holds nothing out"),
         ("model.kv_heads=3", "model.kv_heads=3: must divide"),

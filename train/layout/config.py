@@ -55,7 +55,11 @@ class ParallelConfig:
     cp: int = 1
     """Ranks that share a sequence (context parallel)."""
     zero: int = 0
-    """What dp_shard ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """What dp_shard ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+
+    With pp and a schedule that splits the backward (interleaved_zero_bubble, zbv, dualpipev) 2 keeps whole gradients
+    until the end of a step, as 1 does, and 3 is refused.
+    """
     sequence_parallel: bool = True
     """With tp: norms and residuals are split along the sequence too, for the same traffic."""
     loss_parallel: bool = True
