@@ -41,7 +41,7 @@ test: check  ## All tests but the long ones (Slurm tests are skipped where Slurm
 test-quick: $(VENV)/.dev  ## The tests that need no Slurm and little time
 	$(BIN)/python -m pytest -n 2 -m "not chaos and not slurm and not slow"
 
-chaos: $(VENV)/.dev  ## Long fault-injection runs
+chaos: $(VENV)/.dev  ## Long runs: random faults, and more layouts
 	$(BIN)/python -m pytest -m chaos
 
 bench: $(VENV)/.dev  ## Measure: ratios against a peer in the same run

@@ -19,6 +19,7 @@ from train.monitor.recorder import Recorder
 from train.optim.schedule import learning_rate
 from train.parallel.clip import clip_grad_norm
 from train.parallel.engine import Engine, mean_loss
+from train.parallel.tied import copied_heads
 from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement
 from train.state import TrainState
@@ -29,7 +30,7 @@ RETRY_SAVE_S = 60.0
 
 @dataclass
 class Parts:
-    """What the loop works with; `train/run.py` puts it together."""
+    """What the loop works with; `train/launch.py` puts it together."""
 
     config: TrainConfig
     run: RunFolder
@@ -68,7 +69,7 @@ def train(parts: Parts) -> Outcome:
     """Train from where `parts.state` stands to the last step."""
     config, state, optimizer = parts.config, parts.state, parts.state.optimizer
     steps, global_batch_size = config.loop.steps, config.loop.samples_per_step
-    parameters = list(state.parts.parameters())
+    parameters, copies = list(state.parts.parameters()), copied_heads(state.parts)
     clock = StepClock(state.step)
     first = state.step
     while state.step < steps:
@@ -79,7 +80,7 @@ def train(parts: Parts) -> Outcome:
             group["lr"] = lr
 
         loss = parts.engine.train(next(parts.loader).micro_batches)
-        grad_norm = clip_grad_norm(parameters, config.loop.clip_norm, parts.mesh)
+        grad_norm = clip_grad_norm(parameters, config.loop.clip_norm, parts.mesh, copies)
         optimizer.step()
         optimizer.zero_grad()
         state.step += 1
@@ -171,6 +172,7 @@ def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: fl
     config = parts.config
     tokens_per_s = config.loop.samples_per_step * config.data.sequence_length / step_time_s
     parts.progress.logged(parts.state.step, loss, tokens_per_s)
+    further = parts.engine.metrics()
     if parts.recorder is None:
         return
     values = {
@@ -180,6 +182,7 @@ def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: fl
         "tokens": parts.state.tokens,
         "tokens_per_s": tokens_per_s,
         "step_time_s": step_time_s,
+        **further,
     }
     if parts.peak_flops is not None:
         flops = tokens_per_s * flops_per_token(config.model, config.data.sequence_length)

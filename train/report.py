@@ -56,7 +56,9 @@ def _quality(evaluation: Evaluation, windows: TokenWindows, tokenizer: Tokenizer
 def _whole_model(parts: Parts) -> nn.Module | None:
     """The trained model in one piece; None where it is spread over ranks and too large to read back."""
     part = parts.state.parts[0]
-    if parts.mesh.dims.pp == 1 and not any(isinstance(tensor, DTensor) for tensor in part.parameters()):
+    if parts.mesh.dims.pp == parts.mesh.dims.cp == 1 and not any(
+        isinstance(tensor, DTensor) for tensor in part.parameters()
+    ):
         return part
     if parameter_count(parts.config.model) > MAX_SAMPLE_PARAMETERS:
         return None

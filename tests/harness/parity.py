@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from contract.run_folder import RunFolder, read_json_lines
-from train.config import load_config
+from train.config import TrainConfig, load_config
 from train.data.loader import TokenWindows
 from train.data.order import shuffled
 from train.model.llama import build
@@ -25,6 +25,10 @@ class Course:
     """Of the gradients of each step, before clipping."""
     weights: dict[str, torch.Tensor]
     """After the last step, whole, by name."""
+    eval_loss: float | None
+    """After the last step, on the held-out samples of `loop.eval_batches`; None without any."""
+    tokens: int
+    """That the steps have taken."""
 
 
 def bare_course(overrides: list[str]) -> Course:
@@ -50,7 +54,8 @@ def bare_course(overrides: list[str]) -> Course:
         loss = F.cross_entropy(model(batch.tokens, batch.documents).flatten(0, 1), batch.targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        # In fp32 such a sum over all values is wrong in the sixth digit.
+        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
         for parameter in model.parameters():
             parameter.grad *= min(1.0, config.loop.clip_norm / (norm.item() + 1e-6))
         for group in optimizer.param_groups:
@@ -58,7 +63,19 @@ def bare_course(overrides: list[str]) -> Course:
         optimizer.step()
         losses.append(loss.item())
         norms.append(norm.item())
-    return Course(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    tokens = config.loop.steps * size * config.data.sequence_length
+    return Course(losses, norms, weights, _bare_evaluation(model, config), tokens)
+
+
+@torch.no_grad()
+def _bare_evaluation(model: torch.nn.Module, config: TrainConfig) -> float | None:
+    if config.loop.eval_batches == 0:
+        return None
+    windows = TokenWindows.open(config.data, "validation")
+    batch = windows.read(range(min(windows.count, config.loop.eval_batches * config.loop.samples_per_step)))
+    logits = model(batch.tokens, batch.documents)
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
 
 
 def course_of(run: RunFolder, folder: Path) -> Course:
@@ -67,14 +84,24 @@ def course_of(run: RunFolder, folder: Path) -> Course:
     target = folder / f"{run.name}.pt"
     dcp_to_torch_save(run.checkpoints / f"step_{run.published_steps()[-1]}", target)
     weights = torch.load(target, weights_only=True)["model"]
-    return Course([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
+    evaluations = [line["eval_loss"] for line in read_json_lines(run.metrics) if "eval_loss" in line]
+    return Course(
+        losses=[line["loss"] for line in lines],
+        norms=[line["grad_norm"] for line in lines],
+        weights=weights,
+        eval_loss=evaluations[-1] if evaluations else None,
+        tokens=lines[-1]["tokens"],
+    )
 
 
 def assert_same_course(ours: Course, theirs: Course) -> None:
-    """Losses and norms within 1e-5 relative, final weights within 1e-4 of each tensor's norm."""
-    assert len(ours.losses) == len(theirs.losses)
+    """Losses, norms and the evaluation within 1e-5 relative, final weights within 1e-4 of each tensor's norm."""
+    assert len(ours.losses) == len(theirs.losses) and ours.tokens == theirs.tokens
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5, err_msg="loss")
     np.testing.assert_allclose(ours.norms, theirs.norms, rtol=1e-5, err_msg="gradient norm")
+    assert (ours.eval_loss is None) == (theirs.eval_loss is None)
+    if theirs.eval_loss is not None:
+        np.testing.assert_allclose(ours.eval_loss, theirs.eval_loss, rtol=1e-5, err_msg="evaluation")
     assert ours.weights.keys() == theirs.weights.keys()
     for name, weight in theirs.weights.items():
         assert ours.weights[name].shape == weight.shape, name

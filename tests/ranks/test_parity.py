@@ -16,7 +16,7 @@ COMMON = [
     f"loop.steps={STEPS}",
     "loop.global_batch_size=16",
     "loop.eval_batches=1",
-    "model.layers=4",
+    "parallel.micro_batch_size=4",
     "precision=fp32",
     "optim.decay=constant",
     # A gradient near zero is noise, which Adam with a tiny eps turns into whole steps.
@@ -31,14 +31,88 @@ DATA = [
     (2, "zero=2"),
     (2, "zero=3"),
     (3, "zero=3 micro_batch_size=1 dp=3 model.ffn_dim=72 loop.global_batch_size=12"),
-    (4, "zero=1 dp_replicate=2"),
-    (4, "zero=2 dp_replicate=2"),
-    (4, "zero=3 dp_replicate=2"),
+    (4, "zero=1 dp_replicate=2 micro_batch_size=2"),
+    (4, "zero=2 dp_replicate=2 micro_batch_size=2"),
+    (4, "zero=3 dp_replicate=2 micro_batch_size=2"),
 ]
-TENSOR: list[tuple[int, str]] = []
-PIPELINE: list[tuple[int, str]] = []
-CONTEXT: list[tuple[int, str]] = []
-COMPOSED: list[tuple[int, str]] = []
+TENSOR = [
+    (2, "tp=2 micro_batch_size=8"),
+    (2, "tp=2 sequence_parallel=false loss_parallel=false model.tie_embeddings=true micro_batch_size=8"),
+    (2, "tp=2 data.mask_documents=true micro_batch_size=8"),
+    (2, "tp=2 model.vocab_size=321 model.ffn_dim=65 micro_batch_size=8"),
+    # More ranks than heads of keys and values.
+    (4, "tp=4 micro_batch_size=8"),
+    (4, "tp=2 zero=1"),
+    (4, "tp=2 zero=3 sequence_parallel=false model.tie_embeddings=true"),
+    (8, "tp=2 zero=3 dp_replicate=2 dp_shard=2 micro_batch_size=2"),
+]
+PIPELINE = [
+    (2, "pp=2 schedule=gpipe"),
+    (2, "pp=2 schedule=1f1b"),
+    (2, "pp=2 schedule=looped_bfs"),
+    (2, "pp=2 schedule=interleaved_1f1b"),
+    (2, "pp=2 schedule=interleaved_zero_bubble"),
+    (2, "pp=2 schedule=zbv"),
+    (2, "pp=2 schedule=dualpipev"),
+    (4, "pp=4 micro_batch_size=2 model.layers=4"),
+    (4, "pp=2 zero=0 micro_batch_size=2"),
+    (4, "pp=2 zero=2 micro_batch_size=2"),
+    (4, "pp=2 zero=3 schedule=interleaved_1f1b micro_batch_size=2"),
+    (4, "pp=2 zero=2 schedule=zbv micro_batch_size=2"),
+    (2, "pp=2 model.tie_embeddings=true schedule=zbv"),
+    (4, "pp=2 zero=2 model.tie_embeddings=true micro_batch_size=2"),
+]
+CONTEXT = [
+    (2, "cp=2 micro_batch_size=8"),
+    (2, "cp=2 data.mask_documents=true micro_batch_size=8"),
+    (2, "cp=2 context=ring micro_batch_size=8"),
+    (4, "cp=4 context=ring zero=2 micro_batch_size=8"),
+    (4, "cp=2 context=heads zero=0"),
+    (4, "cp=2 context=ring zero=3 dp_replicate=2"),
+]
+COMPOSED = [
+    (4, "tp=2 pp=2"),
+    (4, "tp=2 cp=2 micro_batch_size=8"),
+    (4, "pp=2 cp=2 data.mask_documents=true"),
+    (4, "pp=2 cp=2 context=ring schedule=zbv"),
+    (8, "pp=2 tp=2 zero=2 schedule=zbv micro_batch_size=2"),
+    (8, "pp=2 tp=2 zero=3 schedule=interleaved_1f1b micro_batch_size=2"),
+    (8, "tp=2 cp=2 zero=3"),
+    (8, "pp=2 tp=2 cp=2 context=ring schedule=dualpipev"),
+    (2, "pp=2 recompute=selective"),
+    (4, "tp=2 zero=3 recompute=full"),
+]
+LONG = [
+    (2, "tp=2 sequence_parallel=false micro_batch_size=8"),
+    (2, "tp=2 loss_parallel=false micro_batch_size=8"),
+    (2, "tp=2 model.tie_embeddings=true micro_batch_size=8"),
+    (4, "tp=4 sequence_parallel=false micro_batch_size=8"),
+    (4, "tp=2 zero=0"),
+    (4, "tp=2 zero=2"),
+    (4, "tp=2 zero=3"),
+    (4, "tp=2 zero=3 model.vocab_size=321 model.ffn_dim=65"),
+    (8, "tp=4 zero=2"),
+    (2, "pp=2 split=[3,1] model.layers=4"),
+    (4, "pp=2 zero=1 micro_batch_size=2"),
+    (4, "pp=2 zero=3 micro_batch_size=2"),
+    (2, "pp=2 model.tie_embeddings=true"),
+    (4, "cp=4 context=heads micro_batch_size=8"),
+    (4, "cp=2 context=heads zero=1"),
+    (4, "cp=2 context=ring zero=0"),
+    (4, "cp=2 context=ring zero=3"),
+    (4, "tp=2 cp=2 context=ring sequence_parallel=false micro_batch_size=8"),
+    (8, "pp=2 tp=2 zero=0 micro_batch_size=2"),
+    (8, "pp=2 tp=2 zero=1 model.tie_embeddings=true micro_batch_size=2"),
+    (8, "pp=2 tp=2 zero=2 schedule=gpipe model.vocab_size=321 micro_batch_size=2"),
+    (8, "pp=2 zero=2 dp_replicate=2 micro_batch_size=1"),
+    (8, "pp=4 zero=1 micro_batch_size=1 model.layers=4"),
+    (8, "tp=2 cp=2 zero=2 context=ring"),
+    (8, "pp=2 cp=2 zero=3 context=ring micro_batch_size=2"),
+    (8, "pp=2 tp=2 cp=2"),
+    (4, "cp=2 zero=2 context=ring recompute=selective"),
+    (8, "pp=2 tp=2 zero=2 recompute=full data.mask_documents=true micro_batch_size=2"),
+]
+"""More of the same, for `make chaos`."""
 
 
 def settings(layout: str) -> list[str]:
@@ -62,10 +136,13 @@ def bare(toy_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return course
 
 
-@pytest.mark.req("C5", "A1", "A9")
+@pytest.mark.req("C5", "A1", "A2", "A3", "A4", "A9", "B1", "D2")
 @pytest.mark.parametrize(
     ("size", "layout"),
-    DATA + TENSOR + PIPELINE + CONTEXT + COMPOSED,
+    [
+        *(DATA + TENSOR + PIPELINE + CONTEXT + COMPOSED),
+        *(pytest.param(*layout, marks=pytest.mark.chaos) for layout in LONG),
+    ],
     ids=lambda value: str(value).replace(" ", ","),
 )
 def test_layout_trains_as_one_process(

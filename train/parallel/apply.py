@@ -9,6 +9,7 @@ from train.config import TrainConfig
 from train.mesh import Mesh
 from train.model.llama import Llama
 from train.parallel import context, data, pipeline, recompute, tensor
+from train.parallel.compile import compile_layers
 from train.parallel.engine import Direct, Engine
 from train.parallel.fill import draw, fill
 
@@ -28,6 +29,11 @@ def build_parts(config: TrainConfig, mesh: Mesh, device: torch.device, seed: int
     `seed` None leaves the weights as they are in memory: for a checkpoint that is loaded next. Nothing is allocated
     that the rank does not keep: parts are cut and sharded before they have memory.
     """
+    return materialise(shape_parts(config, mesh), config, mesh, device, seed)
+
+
+def shape_parts(config: TrainConfig, mesh: Mesh) -> list[Llama]:
+    """The first half of `build_parts`: parts that are what they will be, but have no memory."""
     parts = []
     for stage in pipeline.own_stages(config, mesh):
         with torch.device("meta"):
@@ -42,18 +48,20 @@ def build_parts(config: TrainConfig, mesh: Mesh, device: torch.device, seed: int
             compile_layers(part)
         if data.is_sharded(config, mesh.dims):
             data.shard(part, config, mesh)
+        parts.append(part)
+    return parts
+
+
+def materialise(
+    parts: list[Llama], config: TrainConfig, mesh: Mesh, device: torch.device, seed: int | None
+) -> Sharded:
+    """The second half of `build_parts`: give the parts memory on `device`, and values."""
+    for part in parts:
         part.to_empty(device=device)
         context.give_positions(part, config, mesh, device)
         if seed is not None:
             fill(part, config.model, draw(config.model, seed))
-        parts.append(part)
     return Sharded(nn.ModuleList(parts), mesh)
-
-
-def compile_layers(part: Llama) -> None:
-    """Compile each layer; equal layers share the work, and what wraps a layer (ZeRO's hooks) stays outside."""
-    for layer in part.layers.values():
-        layer.forward = torch.compile(layer.forward)
 
 
 def build_engine(sharded: Sharded, config: TrainConfig, device: torch.device) -> Engine:
@@ -65,5 +73,5 @@ def build_engine(sharded: Sharded, config: TrainConfig, device: torch.device) ->
     model: nn.Module = part
     if mesh.dims.dp * mesh.dims.cp > 1 and not data.is_sharded(config, mesh.dims):
         assert isinstance(part, Llama)
-        model = data.replicate_plain(part, mesh, device)
+        model = data.replicate_plain(part, config, mesh, device)
     return Direct(model, config, mesh, device)

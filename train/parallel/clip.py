@@ -11,13 +11,17 @@ from train.mesh import Mesh
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
+def clip_grad_norm(
+    parameters: Sequence[nn.Parameter], max_norm: float, mesh: Mesh, copies: Sequence[Tensor] = ()
+) -> Tensor:
     """Scale the gradients of `parameters` so that their common norm is at most `max_norm` (0 does not clip).
 
-    `parameters` are those of this rank's parts of the model, each parameter of the model in one pipeline stage.
+    `parameters` are those of this rank's parts of the model. `copies`, some of them, are the same as parameters of
+    another stage: they are scaled with the rest, but only the others count.
     Returns the norm before clipping, a plain 0-d tensor, the same on every rank.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    uncounted = {id(parameter) for parameter in copies}
+    gradients = [p.grad for p in parameters if p.grad is not None and id(p) not in uncounted]
     norm = nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

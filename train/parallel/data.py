@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import TrainConfig
 from train.layout.dims import ParallelDims
 from train.mesh import Mesh
 from train.model.llama import Llama
-from train.precision import sharded_policy
+from train.precision import autocast, sharded_policy
 
 
 def is_sharded(config: TrainConfig, dims: ParallelDims) -> bool:
@@ -47,15 +48,19 @@ def shard(part: Llama, config: TrainConfig, mesh: Mesh) -> None:
     _prefetch([group[0] for group in groups])
 
 
-def replicate_plain(part: Llama, mesh: Mesh, device: torch.device) -> nn.Module:
+def replicate_plain(part: Llama, config: TrainConfig, mesh: Mesh, device: torch.device) -> nn.Module:
     """Return the module to call in place of `part`: its gradients are averaged bucket by bucket during backward."""
     replicated = DistributedDataParallel(
         part,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh.dp_cp.get_group(),
         gradient_as_bucket_view=True,
+        # The tables of RoPE are the same on all ranks; else they would travel with each micro-batch.
+        forward_sync_buffers=False,
     )
-    _settle_buckets(replicated, device)
+    # As in a step, not in fp32: some attention has no such kernel. Compiled code for this shape would be of no use.
+    with autocast(config.precision, device), torch.compiler.set_stance("force_eager"):
+        _settle_buckets(replicated, device)
     return replicated
 
 
@@ -88,7 +93,21 @@ def _distribute(
         mesh=mesh.hybrid if mesh.dims.dp_replicate > 1 else mesh.shard,
         mp_policy=policy,
         reshard_after_forward=config.parallel.zero == 3 and not keep,
+        shard_placement_fn=_placement,
     )
+
+
+def _placement(parameter: nn.Parameter) -> Shard | None:
+    """Which dimension the ranks share; None is the first.
+
+    Two shardings of one dimension, of which the outer is uneven, are more than a DTensor's placements can describe:
+    a checkpoint would put rows where they don't belong.
+    """
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_shard(0) and parameter.shape[0] % parameter.device_mesh.size(axis):
+                return Shard(1)
+    return None
 
 
 def _prefetch(modules: list[nn.Module]) -> None:
@@ -97,6 +116,9 @@ def _prefetch(modules: list[nn.Module]) -> None:
     for module, following in itertools.pairwise(sharded):
         module.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([module])
+    for module in sharded[:1]:
+        # The last in a backward: torch by itself would gather what ran before it, which is the micro-batch before.
+        module.set_modules_to_backward_prefetch([module])
 
 
 def _settle_buckets(model: DistributedDataParallel, device: torch.device) -> None:

@@ -35,6 +35,10 @@ class Engine(Protocol):
         """Sum of the loss over this rank's tokens that count, in nats; 0 where the rank has no loss."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What there is to log of the last step besides its loss, the same on every rank of a pipeline. Collective."""
+        ...
+
 
 class Direct:
     """Without a pipeline: the whole depth of the model is on this rank, or a share of each of its tensors."""
@@ -70,6 +74,10 @@ class Direct:
             with loss_context(self._config, self._mesh):
                 total += self._loss(batch, "sum").double()
         return total
+
+    def metrics(self) -> dict[str, float]:
+        """See `Engine`."""
+        return {}
 
     def _loss(self, batch: Batch, reduction: str) -> Tensor:
         own = own_share(batch.to(self._device), self._config, self._mesh)
