@@ -1,0 +1,72 @@
+"""A dry run's numbers are those of a real run."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from harness.one_step import SHAPE, OneStep
+from harness.pool import Ranks
+
+from train.config import load_config
+from train.dry_run import DryRun, dry_run
+
+LAYOUTS = [
+    (1, "precision=bf16"),
+    (2, "precision=fp32 parallel.zero=0"),
+    (3, "precision=fp32 parallel.zero=3"),
+    (4, "precision=bf16 parallel.zero=2 parallel.dp_replicate=2 parallel.recompute=full"),
+    (4, "precision=fp32 parallel.tp=2 parallel.zero=1"),
+    (4, "precision=fp32 parallel.cp=2 parallel.tp=2 parallel.zero=0"),
+    (4, "precision=fp32 parallel.pp=2 parallel.zero=2"),
+    (4, "precision=fp32 parallel.pp=2 parallel.zero=2 parallel.schedule=zbv"),
+]
+
+
+def alone(overrides: list[str], size: int, rank: int = 0) -> DryRun:
+    """A dry run in a process of its own: torch remembers meshes of earlier ones."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        return pool.submit(dry_run, load_config([*SHAPE, *overrides]), size, rank).result(timeout=120)
+
+
+@pytest.mark.req("A10", "B1")
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=lambda value: str(value).replace(" ", ","))
+def test_a_dry_run_holds_what_a_real_rank_holds(ranks: Ranks, size: int, layout: str) -> None:
+    def measure() -> tuple[tuple[int, int, int], int | None]:
+        step = OneStep(layout.split())
+        kept_bytes = None if step.dims.pp > 1 else step.micro_batch()[0]
+        return (step.parameter_bytes, step.gradient_bytes, step.optimizer_bytes()), kept_bytes
+
+    state, kept_bytes = ranks(size, measure, timeout_s=120)[-1]
+    found = alone(layout.split(), size, size - 1)
+    assert (found.built.parameters, found.built.gradients, found.built.optimizer) == state
+    if kept_bytes is not None:
+        assert found.built.activations == pytest.approx(kept_bytes, rel=0.01)
+    for name in ("parameters", "gradients", "optimizer", "accumulated", "gathered", "activations", "total"):
+        assert getattr(found.reckoned, name) == pytest.approx(getattr(found.built, name), rel=0.1), name
+
+
+@pytest.mark.req("A9")
+@pytest.mark.parametrize(
+    ("layout", "whole"),
+    [
+        ("parallel.zero=0", True),
+        ("parallel.zero=1", True),
+        ("parallel.zero=2", False),
+        ("parallel.pp=2 parallel.zero=2", False),
+        # Both halves of a backward must be through before a gradient can be reduced.
+        ("parallel.pp=2 parallel.zero=2 parallel.schedule=zbv", True),
+    ],
+)
+def test_a_dry_run_counts_whole_gradients_where_they_add_up(layout: str, whole: bool) -> None:
+    found = alone(["precision=fp32", *layout.split()], 4)
+    assert found.built.accumulated == found.reckoned.accumulated
+    assert (found.built.accumulated > 0) == whole
+
+
+@pytest.mark.req("A10")
+def test_a_dry_run_shows_what_a_budget_buys() -> None:
+    found = alone(["parallel.recompute=auto", "parallel.recompute_budget_gb=0.004"], 2)
+    assert found.built.activations <= 4_000_000
+    assert "of 0.004 GB a rank" in found.recompute
+    assert alone([], 2).built.activations > 4_000_000

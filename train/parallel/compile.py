@@ -1,0 +1,11 @@
+"""torch.compile, layer by layer."""
+
+import torch
+
+from train.model.llama import Llama
+
+
+def compile_layers(part: Llama) -> None:
+    """Compile each layer; equal layers share the work, and what wraps a layer (ZeRO's hooks) stays outside."""
+    for layer in part.layers.values():
+        layer.forward = torch.compile(layer.forward)
