@@ -57,7 +57,14 @@ class TrainState:
         groups = get_optimizer_state_dict(self.parts, self.optimizer)["param_groups"]
         names = [name for name, _ in self.parts.named_parameters()]
         model = {name: tree["model"][self._global_name(name)] for name in names}
-        moments = {name: tree["optimizer"][self._global_name(name)] for name in names}
+        moments: dict[str, Any] = {}
+        taken = set()
+        for name in names:
+            whole = self._global_name(name)
+            moments[name] = tree["optimizer"][whole]
+            if whole in taken:  # the optimizer keeps what it is given: two parameters must not share it
+                moments[name] = {kind: value.clone() for kind, value in moments[name].items()}
+            taken.add(whole)
         optimizer = {"state": moments, "param_groups": groups}
         set_state_dict(self.parts, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         progress = {name: int(value) for name, value in tree["progress"].items()}

@@ -25,6 +25,8 @@ class Manifest:
     """Fingerprint of the token files that the run has read."""
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of every other file of the folder."""
+    layout: dict[str, int] = field(default_factory=dict)
+    """Degrees and ZeRO stage of the ranks that wrote it, for people: any layout restores any other."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
