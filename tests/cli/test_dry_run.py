@@ -11,6 +11,8 @@ from contract.errors import ConfigError
 from contract.exit_codes import ExitCode
 from tools.cli import app
 
+pytestmark = pytest.mark.slow
+
 MODEL = [
     *("model.dim=1024", "model.layers=8", "model.heads=16", "model.ffn_dim=4096", "model.vocab_size=8192"),
     *("data.sequence_length=512", "parallel.micro_batch_size=1", "loop.global_batch_size=null"),

@@ -14,6 +14,8 @@ from train.layout.check import lay_out
 from train.layout.stages import SCHEDULES
 from train.parallel.fill import global_name
 
+pytestmark = pytest.mark.slow
+
 CASES = 5
 
 

@@ -27,6 +27,8 @@ from train.parallel import context, ring
 from train.parallel.context import HeadsAttention, part_of_sequence
 from train.parallel.ring import RingAttention, refuse_device
 
+pytestmark = pytest.mark.slow
+
 HEADS, RING = ContextMethod.heads, ContextMethod.ring
 MODEL = ModelConfig(
     name="toy", dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=64, max_sequence_length=64

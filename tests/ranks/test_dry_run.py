@@ -10,6 +10,8 @@ from harness.pool import Ranks
 from train.config import load_config
 from train.dry_run import DryRun, dry_run
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = [
     (1, "precision=bf16"),
     (2, "precision=fp32 parallel.zero=0"),

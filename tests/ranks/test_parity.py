@@ -140,7 +140,8 @@ def bare(toy_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        *(DATA + TENSOR + PIPELINE + CONTEXT + COMPOSED),
+        *DATA,
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in TENSOR + PIPELINE + CONTEXT + COMPOSED),
         *(pytest.param(*layout, marks=pytest.mark.chaos) for layout in LONG),
     ],
     ids=lambda value: str(value).replace(" ", ","),

@@ -34,6 +34,8 @@ from train.parallel.fill import global_name
 from train.parallel.pipeline import Pipelined
 from train.parallel.tied import copied_heads
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SEED, MICRO_BATCH, STEP_BATCH, LENGTH = 3, 2, 16, 32
 

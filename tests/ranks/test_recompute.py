@@ -12,6 +12,8 @@ from harness.toy import toy_overrides, train_toy
 
 from train.layout.activations import layer_cost
 
+pytestmark = pytest.mark.slow
+
 BUDGET_BYTES = 3_500_000
 MODES = {
     "none": ["parallel.recompute=none"],

@@ -33,6 +33,8 @@ from train.parallel.fill import local_part
 from train.parallel.tied import copied_heads
 from train.state import TrainState
 
+pytestmark = pytest.mark.slow
+
 SAVED, STEPS = 3, 5
 """Steps after which each layout saves, and up to which each goes on from what the others have saved."""
 COMMON = [

@@ -22,6 +22,8 @@ from train.launch import Launch
 from train.model.config import parameter_count
 from train.model.hf import read_hf
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 COMMON = [
     f"loop.steps={STEPS}",

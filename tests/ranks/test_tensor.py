@@ -29,6 +29,8 @@ from train.parallel.clip import clip_grad_norm
 from train.parallel.fill import fill
 from train.parallel.tensor import loss_context, shard, vocabulary_loss
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -19,6 +19,8 @@ from train.layout.traffic import Operation, traffic
 from train.mesh import Mesh
 from train.parallel.apply import build_engine, build_parts
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = [
     "model.layers=2",
     "model.vocab_size=320",

@@ -25,6 +25,8 @@ from train.parallel.apply import Sharded, build_engine, build_parts
 from train.parallel.clip import clip_grad_norm
 from train.parallel.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 ACCUMULATE, LAYERS = 4, 8
 SETTINGS = [
     "model.vocab_size=320",

@@ -63,7 +63,7 @@ def test_the_model_knows_nothing_of_the_trainer() -> None:
         "from tools.cli import app\napp(standalone_mode=False)",
         "import sys; sys.argv = ['trierarch', 'submit', '--dry-run', 'cluster=slurm']\n"
         "from tools.cli import app\napp(standalone_mode=False)",
-        "import sys; sys.argv = ['trierarch', 'layout', 'parallel.tp=4', '--nodes', '2']\n"
+        "import sys; sys.argv = ['trierarch', 'layout', 'parallel.tp=2', 'gradient_accumulation_steps=1']\n"
         "from tools.cli import app\napp(standalone_mode=False)",
         "import sys; sys.argv = ['trierarch', 'status']\nfrom tools.cli import app\napp(standalone_mode=False)",
     ],
