@@ -122,10 +122,11 @@ def _settle_vocabulary(config: "TrainConfig", notes: list[str]) -> None:
     """Fill in a vocabulary that is to come from the data, if the data is there."""
     if config.model.vocab_size is not None:
         return
+    from train.model.config import padded_vocabulary
+
     try:
         facts = json.loads(Path(f"{config.data.prefix}.json").read_text(encoding="utf-8"))
-        # As the trainer does: multiples of 64.
-        config.model.vocab_size = -(-facts["vocab_size"] // 64) * 64
+        config.model.vocab_size = padded_vocabulary(facts["vocab_size"])
     except (OSError, ValueError, KeyError):
         config.model.vocab_size = 0
         notes.append(

@@ -139,6 +139,11 @@ class PrecisionConfig:
     name: str = "bf16"
     compute: Compute = Compute.bfloat16
 
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a value of the type that matrix products are computed in."""
+        return 4 if self.compute is Compute.float32 else 2
+
 
 @dataclass
 class CheckpointConfig:

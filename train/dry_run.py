@@ -25,6 +25,7 @@ from train.layout.holding import holdings, units
 from train.layout.recompute import plan
 from train.layout.stages import schedule_of
 from train.mesh import Mesh
+from train.model.config import padded_vocabulary
 from train.model.llama import Llama
 from train.monitor.live_bytes import LiveBytes, local_bytes, storages
 from train.optim.adamw import build_optimizer
@@ -94,7 +95,7 @@ def dry_run(config: TrainConfig, ranks: int, rank: int = 0, ranks_per_node: int 
     what torch remembers of a mesh outlives its groups.
     """
     if config.model.vocab_size is None:
-        config.model.vocab_size = -(-Metadata.read(Path(config.data.prefix)).vocab_size // 64) * 64
+        config.model.vocab_size = padded_vocabulary(Metadata.read(Path(config.data.prefix)).vocab_size)
     config.model.check_sequence_length(config.data.sequence_length)
     dims = lay_out(config, ranks, ranks_per_node)
     # It explains at length how a tensor travels over two axes, for every parameter.
@@ -191,7 +192,7 @@ def _reckon(config: TrainConfig, dims: ParallelDims, rank: int, activation_bytes
     share = round(holding.parameters / holding.sharers)
     gathered = 0
     if is_sharded(config, dims):
-        item_bytes = 4 if config.precision.compute == "float32" else 2
+        item_bytes = config.precision.compute_bytes
         tp_rank = holding.coordinates["tp"]
         gathered = item_bytes * sum(
             unit.parameters

@@ -27,6 +27,7 @@ from train.layout.dims import ParallelDims
 from train.layout.notes import notes
 from train.loop import Parts
 from train.mesh import Mesh
+from train.model.config import padded_vocabulary
 from train.model.hf import read_hf
 from train.monitor.flops import peak_tflops
 from train.monitor.progress import ProgressLine, tell
@@ -190,8 +191,7 @@ class Launch:
         windows = TokenWindows.open(config.data, "train")
         held_out = TokenWindows.open(config.data, "validation") if config.loop.eval_batches > 0 else None
         if config.model.vocab_size is None:
-            # Multiples of 64 suit the tiles of matrix units.
-            config.model.vocab_size = -(-windows.metadata.vocab_size // 64) * 64
+            config.model.vocab_size = padded_vocabulary(windows.metadata.vocab_size)
         windows.metadata.check_vocabulary(config.model.vocab_size)
         config.model.check_sequence_length(config.data.sequence_length)
         return windows, held_out

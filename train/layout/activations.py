@@ -191,7 +191,7 @@ class _Sizes:
     def __init__(self, config: "TrainConfig", dims: ParallelDims, device_type: str) -> None:
         self.tokens = config.parallel.micro_batch_size * config.data.sequence_length // dims.cp
         self.mask_positions = config.parallel.micro_batch_size * config.data.sequence_length**2
-        self.item_bytes = 4 if config.precision.compute == "float32" else 2
+        self.item_bytes = config.precision.compute_bytes
         # Plain modules compute under autocast, which keeps casts of the weights; others in the type they are given.
         plain = dims.dp * dims.cp == 1 or (config.parallel.zero == 0 and dims.tp * dims.pp == 1)
         self.casts = plain and self.item_bytes == 2

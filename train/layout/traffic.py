@@ -100,7 +100,7 @@ class _Sizes:
         self.steps = micro_batches(config, dims)
         self.stages = stages_of_rank(config, dims, self.place["pp"], self.steps)
         self.units = [unit for stage in self.stages for unit in units(config, dims, stage, self.place["tp"])]
-        self.element_bytes = 4 if config.precision.compute == "float32" else 2
+        self.element_bytes = config.precision.compute_bytes
         self.positions = parallel.micro_batch_size * config.data.sequence_length // dims.cp
         self.hidden_bytes = self.positions * model.dim * self.element_bytes
         # Without data parallelism a rank computes under autocast: embedding and norms are in fp32.

@@ -68,6 +68,11 @@ class ModelConfig:
             )
 
 
+def padded_vocabulary(tokens: int) -> int:
+    """Rows of the embedding for a vocabulary of `tokens`: a multiple of 64 suits the tiles of matrix units."""
+    return -(-tokens // 64) * 64
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, in the order of the model.
 
