@@ -15,6 +15,7 @@ from train.launch import Launch
 from train.loop import Outcome, Parts, train
 from train.monitor.progress import tell
 from train.report import report
+from train.resilience.process import keep_freed_memory
 from train.resilience.pulse import Phase, beat
 from train.resilience.stop import StopRequest
 
@@ -25,6 +26,8 @@ def run(config: TrainConfig, request: StopRequest) -> ExitCode:
     joined = bootstrap.join(os.environ, limits.start_timeout_s)
     beat(Phase.START)
     device = roll_call.start_process_group(joined, limits.start_timeout_s, limits.collective_timeout_s)
+    if device.type == "cpu":
+        keep_freed_memory()
     return run_rank(config, request, joined.world, device)
 
 
