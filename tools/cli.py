@@ -17,6 +17,7 @@ from tools.cli_cluster import app as cluster_app
 from tools.cli_data import app as data_app
 from tools.cli_lab import app as lab_app
 from tools.cli_layout import app as layout_app
+from tools.cli_nvme import app as nvme_app
 from tools.cli_runs import app as runs_app
 from tools.cli_sweep import app as sweep_app
 
@@ -29,6 +30,7 @@ app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
 app.add_typer(lab_app, name="lab")
 app.add_typer(layout_app)
+app.add_typer(nvme_app)
 app.add_typer(runs_app)
 app.add_typer(sweep_app, name="sweep")
 
@@ -122,7 +124,7 @@ def submit(
     config = load_config(what)
     settings = load_submit(where)
     ranks = settings.job.nodes * settings.ranks_per_node
-    dims = lay_out(config, ranks, settings.ranks_per_node)
+    dims = lay_out(config, ranks, settings.ranks_per_node, on_gpus=settings.cluster.gpus_per_node > 0)
     for note in [*missing_data([config.data.prefix]), *notes(config, dims, settings.ranks_per_node)]:
         print(f"note:  {note}", file=sys.stderr)
     submission = submit_run(config.run_folder, to_yaml(config), settings, dry_run=dry_run)

@@ -1,0 +1,1 @@
+"""What a rank keeps elsewhere than on its device: in the host's memory and on NVMe."""
