@@ -1,7 +1,8 @@
 """TrainState: all that must survive a restart, with one state_dict()."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from train.checkpoint.stored import Path, ReadInto, Stored
 from train.model.config import ModelConfig
-from train.parallel.fill import global_name
+from train.optim.adamw import AdamW, AnyAdamW
+from train.optim.compact import CompactAdamW
+from train.optim.master import MasterAdamW
+from train.parallel.fill import Read, fill, global_name
+from train.precision.state import PrecisionState
 
 
 @dataclass
@@ -27,7 +33,7 @@ class TrainState:
 
     parts: nn.ModuleList
     """What this rank holds of the model: see `train.parallel.apply.Sharded`."""
-    optimizer: torch.optim.Optimizer
+    optimizer: AnyAdamW
     config: ModelConfig
     rank: int = 0
     step: int = 0
@@ -35,42 +41,86 @@ class TrainState:
     samples: int = 0
     """Samples consumed by these steps: the position in the data."""
     tokens: int = 0
+    precision: PrecisionState = field(default_factory=PrecisionState)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as a tree of tensors; random generators are kept for each rank.
 
-        Names are those of the whole model, whatever part of it is here.
+        Names are those of the whole model, whatever part of it is here. Tensors that lie elsewhere have a shape and
+        no values, see `stored`.
         """
-        model, optimizer = get_state_dict(self.parts, self.optimizer)
-        moments: dict[str, Any] = optimizer["state"]  # type: ignore[assignment]
+        model, moments = self._training_state()
         progress = {"step": self.step, "samples": self.samples, "tokens": self.tokens}
-        return {
-            "model": {self._global_name(name): value for name, value in model.items()},
+        tree = {
+            "model": model,
             # Hyperparameters belong to the configuration: a changed weight decay must not come back from here.
-            "optimizer": {self._global_name(name): value for name, value in moments.items()},
+            "optimizer": moments,
             "progress": {name: torch.tensor(value, dtype=torch.int64) for name, value in progress.items()},
             "rng": {f"rank_{self.rank}": _rng_state()},
         }
+        precision = self.precision.state_dict()
+        return tree | {"precision": precision} if precision else tree
 
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a tree of `state_dict`; hyperparameters of the optimizer stay as they were built."""
+    def _training_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Weights and moments by their names in the whole model."""
+        if isinstance(self.optimizer, (MasterAdamW, CompactAdamW)):
+            return self.optimizer.whole_state()
+        model, optimizer = get_state_dict(self.parts, self.optimizer)
+        moments: dict[str, Any] = optimizer["state"]  # type: ignore[assignment]
+        return (
+            {self._global_name(name): value for name, value in model.items()},
+            {self._global_name(name): value for name, value in moments.items()},
+        )
+
+    def fill(self, read: Read) -> None:
+        """Give all weights the values that `read` returns."""
+        if isinstance(self.optimizer, (MasterAdamW, CompactAdamW)):
+            self.optimizer.fill(read)
+            return
+        for part in self.parts:
+            fill(part, self.config, read)
+
+    def stored(self) -> dict[Path, Stored]:
+        """The values of those tensors of `state_dict` that have none, by their path; until the next step."""
+        return self.optimizer.stored() if isinstance(self.optimizer, (MasterAdamW, CompactAdamW)) else {}
+
+    def load(self, read: ReadInto, saved: Collection[str]) -> None:
+        """Take over what was saved of a `state_dict`; hyperparameters of the optimizer stay as they were built.
+
+        `read` is given parts of the tree in turn; `saved` has the names of what there is, keys joined by dots.
+        """
+        progress = {name: torch.tensor(0) for name in ("step", "samples", "tokens")}
+        # A generator that the saving world did not have (of another rank, of a GPU) stays as it was seeded.
+        own = f"rank_{self.rank}"
+        rng = {name: value for name, value in _rng_state().items() if f"rng.{own}.{name}" in saved}
+        # What the precision of the saving run did not have starts anew.
+        precision = {k: v for k, v in self.precision.state_dict().items() if f"precision.{k}" in saved}
+        read({"progress": progress, "rng": {own: rng}} | ({"precision": precision} if precision else {}))
+        self.precision.load_state_dict(precision)
+        self.step, self.samples, self.tokens = (int(value) for value in progress.values())
+        _set_rng_state(rng)
+        if isinstance(self.optimizer, (MasterAdamW, CompactAdamW)):
+            self.optimizer.load(read)
+        else:
+            self._load_training_state(read)
+
+    def _load_training_state(self, read: ReadInto) -> None:
+        model_tree, moments_tree = self._training_state()
+        read({"model": model_tree, "optimizer": moments_tree})
+        assert isinstance(self.optimizer, AdamW)
         groups = get_optimizer_state_dict(self.parts, self.optimizer)["param_groups"]
         names = [name for name, _ in self.parts.named_parameters()]
-        model = {name: tree["model"][self._global_name(name)] for name in names}
+        model = {name: model_tree[self._global_name(name)] for name in names}
         moments: dict[str, Any] = {}
         taken = set()
         for name in names:
             whole = self._global_name(name)
-            moments[name] = tree["optimizer"][whole]
+            moments[name] = moments_tree[whole]
             if whole in taken:  # the optimizer keeps what it is given: two parameters must not share it
                 moments[name] = {kind: value.clone() for kind, value in moments[name].items()}
             taken.add(whole)
         optimizer = {"state": moments, "param_groups": groups}
         set_state_dict(self.parts, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        progress = {name: int(value) for name, value in tree["progress"].items()}
-        self.step, self.samples, self.tokens = progress["step"], progress["samples"], progress["tokens"]
-        # A generator that the saving world did not have (of another rank, of a GPU) stays as it was seeded.
-        _set_rng_state(tree["rng"].get(f"rank_{self.rank}", {}))
 
     def _global_name(self, name: str) -> str:
         return global_name(name.partition(".")[2], self.config)

@@ -27,6 +27,8 @@ class Manifest:
     """Size in bytes of every other file of the folder."""
     layout: dict[str, int] = field(default_factory=dict)
     """Degrees and ZeRO stage of the ranks that wrote it, for people: any layout restores any other."""
+    samples_per_step: int | None = None
+    """Of the step that was saved; None in checkpoints of before this was written down."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

@@ -62,14 +62,18 @@ class SafeReader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata; raises `pickle.UnpicklingError` for a file that is anything else."""
-        with (self._folder / METADATA).open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__name__}")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        # A checkpoint that is loaded in parts asks for it with each.
+        if self._metadata is None:
+            with (self._folder / METADATA).open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__name__}")
+            self._metadata = metadata
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +22,7 @@ from contract.errors import PeerError, UserError
 from contract.run_folder import Event, RunFolder, job_identity, start_number
 from train.checkpoint.manifest import Manifest, read_manifest
 from train.checkpoint.reader import SafeReader, damage
+from train.checkpoint.stored import StoredPlanner
 from train.durable import sync_folder
 from train.monitor.progress import tell
 from train.resilience.pulse import Phase, beat
@@ -107,8 +108,11 @@ class CheckpointStore:
         reason: str | None = None
         lost: str | None = None
         try:
-            writer = dcp.FileSystemWriter(temporary, sync_files=True)
-            dcp.save(state.state_dict(), storage_writer=writer, process_group=self.group)
+            tree, planner = state.state_dict(), StoredPlanner(state.stored())
+            writer = dcp.FileSystemWriter(
+                temporary, sync_files=True, per_thread_copy_ahead=planner.copy_ahead
+            )
+            dcp.save(tree, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:
             reason = _causes(error)
         if self._leader:
@@ -182,23 +186,20 @@ class CheckpointStore:
         """
         folder = self._folder(manifest.step)
         reader = SafeReader(folder)
-        tree = state.state_dict()
+
+        def read(tree: dict[str, Any]) -> None:
+            # Each rank plans and reads what it needs: all there is to agree on is whether all came through.
+            dcp.load(tree, storage_reader=reader, no_dist=True)
+
         try:
-            saved = reader.read_metadata().state_dict_metadata
-            own = tree["rng"][f"rank_{state.rank}"]
-            tree["rng"] = {
-                f"rank_{state.rank}": {k: v for k, v in own.items() if f"rng.rank_{state.rank}.{k}" in saved}
-            }
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                # Each rank plans and reads what it needs: all there is to agree on is whether all came through.
-                dcp.load(tree, storage_reader=reader, no_dist=True)
+                state.load(read, reader.read_metadata().state_dict_metadata)
         except CheckpointException as error:
             raise UserError(
                 f"checkpoint {folder} cannot be loaded ({_causes(error)}): put its files back, or move the folder "
                 "away to continue from an older step"
             ) from error
-        state.load_state_dict(tree)
         self.newest_step = manifest.step
 
     def set_aside_damaged(self) -> None:
