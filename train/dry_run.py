@@ -13,27 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from contract.errors import ConfigError
 from train.config import TrainConfig
 from train.data.loader import Batch
 from train.data.metadata import Metadata
-from train.layout.activations import stages_of_rank
+from train.layout.activations import StageLayers, boundary_bytes, stages_of_rank
 from train.layout.check import lay_out, micro_batches
 from train.layout.dims import ParallelDims
 from train.layout.holding import holdings, units
-from train.layout.recompute import plan
+from train.layout.in_flight import in_flight, received_early, splits_backward
+from train.layout.recompute import most_bytes, plan
 from train.layout.stages import schedule_of
 from train.mesh import Mesh
 from train.model.config import padded_vocabulary
 from train.model.llama import Llama
 from train.monitor.live_bytes import LiveBytes, local_bytes, storages
+from train.offload.config import Tier
 from train.optim.adamw import build_optimizer
 from train.parallel.apply import materialise, shape_parts
 from train.parallel.context import own_share
 from train.parallel.data import accumulate, is_sharded
-from train.parallel.engine import compute_context
-from train.parallel.stage import Boundary
+from train.parallel.stage import Boundary, run_part
 from train.parallel.tensor import loss_context, vocabulary_loss
 
 
@@ -51,7 +54,7 @@ class Held:
     gathered: int
     """Weights of all ranks, in the type of the matrix products, that stay from forward to backward."""
     activations: int
-    """Kept from forward to backward, for all micro-batches that are under way at once."""
+    """Kept from forward to backward, of all micro-batches that are under way, when that is most."""
 
     @property
     def total(self) -> int:
@@ -71,6 +74,7 @@ class DryRun:
     parameters: int
     """Number of parameters at rest on the rank."""
     micro_batches_in_flight: int
+    """Most that are under way at once in one of its stages."""
     recompute: str
     built: Held
     """Of the rank that was built, on a CPU."""
@@ -98,6 +102,17 @@ def dry_run(config: TrainConfig, ranks: int, rank: int = 0, ranks_per_node: int 
         config.model.vocab_size = padded_vocabulary(Metadata.read(Path(config.data.prefix)).vocab_size)
     config.model.check_sequence_length(config.data.sequence_length)
     dims = lay_out(config, ranks, ranks_per_node)
+    for name in ("parameters", "activations"):
+        if getattr(config.offload, name) is not Tier.none:
+            raise ConfigError(
+                f"offload.{name}: a dry run makes nothing in memory of the host or on disks, leave it out to see what "
+                "a device would hold without it"
+            )
+    if config.precision.compact:
+        raise ConfigError(
+            "a dry run reckons with weights, moments and gradients in fp32: leave precision.accumulate, reduce, "
+            "embedding, optimizer_state and dynamic out"
+        )
     # It explains at length how a tensor travels over two axes, for every parameter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -109,21 +124,29 @@ def dry_run(config: TrainConfig, ranks: int, rank: int = 0, ranks_per_node: int 
 
 def _look(config: TrainConfig, dims: ParallelDims, rank: int) -> DryRun:
     mesh, device = Mesh.build(dims, "cpu"), torch.device("cpu")
-    stages = stages_of_rank(config, dims, mesh.coordinate("pp"), micro_batches(config, dims))
-    (in_flight,) = {stage.in_flight for stage in stages}
+    pp_rank, steps = mesh.coordinate("pp"), micro_batches(config, dims)
+    times = in_flight(config.parallel, pp_rank, steps)
+    splits = dims.pp > 1 and splits_backward(config.parallel)
     shaped = shape_parts(config, mesh)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # What is compiled cannot be looked into; it keeps no more.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
         sharded = materialise(shaped, config, mesh, device, seed=None)
-        optimizer = build_optimizer(sharded.parts, config.optim)
-        accumulated = gathered = activations = 0
-        for part in sharded.parts:
+        optimizer = build_optimizer(sharded.parts, config, device)
+        accumulated = gathered = 0
+        kept, halfway = [], []
+        stages = stages_of_rank(config, dims, pp_rank)
+        for part, stage in zip(sharded.parts, stages, strict=True):
             assert isinstance(part, Llama)
+            # The first stage does its whole backward in the second half.
+            half_bytes = _half_backward(part, config, mesh) if splits and not stage.first else 0
             if _accumulates(config, dims):
                 with LiveBytes() as live:
-                    _forward_backward(part, config, mesh, last=False)
+                    _forward_backward(part, stage, config, mesh, last=False)
                 accumulated += live.count(without=part.parameters())
-            more = _forward_backward(part, config, mesh, last=True)
-            gathered, activations = gathered + more[0], activations + more[1]
+            more = _forward_backward(part, stage, config, mesh, last=True)
+            gathered += more[0]
+            kept.append(more[1])
+            halfway.append(half_bytes - kept[-1] if half_bytes else 0)
         parameters = list(sharded.parts.parameters())
         gradients = local_bytes(p.grad for p in parameters if p.grad is not None)
         optimizer.step()
@@ -134,27 +157,30 @@ def _look(config: TrainConfig, dims: ParallelDims, rank: int) -> DryRun:
             optimizer=local_bytes(value for value in moments if isinstance(value, Tensor)),
             accumulated=accumulated,
             gathered=gathered,
-            activations=activations * in_flight,
+            activations=most_bytes(times, kept, halfway)
+            + received_early(config.parallel) * boundary_bytes(config, dims),
         )
-    kept = plan(config, dims, stages, "cpu")
+    planned, on_gpu = (plan(config, dims, pp_rank, steps, device_type) for device_type in ("cpu", "cuda"))
     return DryRun(
         layout=str(dims),
         rank=rank,
         coordinates=dims.coordinates(rank),
         layers=[number for stage in stages for number in stage.layers],
         parameters=built.parameters // 4,
-        micro_batches_in_flight=in_flight,
-        recompute=str(kept),
+        micro_batches_in_flight=max(max(time.kept) for time in times),
+        recompute=str(planned),
         built=built,
-        reckoned=_reckon(config, dims, rank, kept.kept_bytes),
-        reckoned_on_gpu=_reckon(config, dims, rank, plan(config, dims, stages, "cuda").kept_bytes),
+        reckoned=_reckon(config, dims, rank, planned.kept_bytes),
+        reckoned_on_gpu=_reckon(config, dims, rank, on_gpu.kept_bytes),
     )
 
 
 def _accumulates(config: TrainConfig, dims: ParallelDims) -> bool:
     """Whether gradients add up apart from those that the optimizer sees: whole ones, before they are reduced."""
-    reduced = dims.dp * dims.cp > 1
-    return reduced and _zero_of_gradients(config, dims) < 2 and micro_batches(config, dims) > 1
+    # Plain replicas add theirs up where they reduce them.
+    return (
+        is_sharded(config, dims) and _zero_of_gradients(config, dims) < 2 and micro_batches(config, dims) > 1
+    )
 
 
 def _zero_of_gradients(config: TrainConfig, dims: ParallelDims) -> int:
@@ -163,27 +189,46 @@ def _zero_of_gradients(config: TrainConfig, dims: ParallelDims) -> int:
     return min(config.parallel.zero, 1) if split else config.parallel.zero
 
 
-def _forward_backward(part: Llama, config: TrainConfig, mesh: Mesh, last: bool) -> tuple[int, int]:
+def _forward_backward(
+    part: Llama, stage: StageLayers, config: TrainConfig, mesh: Mesh, last: bool
+) -> tuple[int, int]:
     """Take a micro-batch through a part; returns bytes of gathered weights and of activations in between."""
-    shape = (config.parallel.micro_batch_size, config.data.sequence_length)
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    documents = torch.zeros(shape, dtype=torch.int64) if config.data.mask_documents else None
-    own = own_share(Batch(tokens=tokens, targets=tokens.clone(), documents=documents), config, mesh)
-    boundary = Boundary.of(config, mesh, torch.device("cpu"))
     with accumulate(part, _zero_of_gradients(config, mesh.dims), last), loss_context(config, mesh):
         with LiveBytes() as live:
-            given = own.tokens
-            if part.embed_tokens is None:
-                given = torch.empty(boundary.shape, dtype=boundary.dtype, requires_grad=True)
-            with compute_context(config, mesh, torch.device("cpu")):
-                out = part(given, own.documents)
-            if part.norm is not None:
-                out = vocabulary_loss(out, own.targets, "mean")
-        activations = live.count(without=part.parameters())
+            _given, out = _forward(part, config, mesh)
+        elsewhere = [out] if stage.next_here else []
+        activations = live.count(without=[*part.parameters(), *elsewhere])
         in_use = storages(part.parameters())
         out.backward(torch.ones_like(out))
     at_rest = storages(part.parameters())
     return sum(size for key, size in in_use.items() if key not in at_rest), activations
+
+
+def _half_backward(part: Llama, config: TrainConfig, mesh: Mesh) -> int:
+    """Take a micro-batch through a part and back to its input; returns bytes kept for the gradients of its weights."""
+    with accumulate(part, _zero_of_gradients(config, mesh.dims), last=False), loss_context(config, mesh):
+        with LiveBytes() as live:
+            given, out = _forward(part, config, mesh)
+            # What it returns holds the gradients that are kept.
+            _gradients = stage_backward_input([out], [torch.ones_like(out)], [given], part.parameters())[1]
+            given.grad = None
+            del out
+        kept_bytes: int = live.count(without=part.parameters())
+        return kept_bytes
+
+
+def _forward(part: Llama, config: TrainConfig, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Take a micro-batch through a part; returns what goes in, and what comes out: of the last part the loss."""
+    shape = (config.parallel.micro_batch_size, config.data.sequence_length)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    documents = torch.zeros(shape, dtype=torch.int64) if config.data.mask_documents else None
+    own = own_share(Batch(tokens=tokens, targets=tokens.clone(), documents=documents), config, mesh)
+    boundary, last = Boundary.of(config, mesh, torch.device("cpu")), part.norm is not None
+    given = own.tokens
+    if part.embed_tokens is None:
+        given = torch.empty(boundary.shape, dtype=boundary.dtype, requires_grad=True)
+    out = run_part(part, given, own.documents, last, config, mesh, boundary)
+    return given, vocabulary_loss(out, own.targets, "mean") if last else out
 
 
 def _reckon(config: TrainConfig, dims: ParallelDims, rank: int, activation_bytes: int) -> Held:

@@ -93,6 +93,14 @@ def test_submit_says_what_is_unfortunate(trierarch: Trierarch) -> None:
     assert "note:  parallel.zero=3 shares nothing" in told.stderr
 
 
+@pytest.mark.req("C5")
+def test_a_submission_to_gpus_refuses_what_computes_on_a_cpu_alone(trierarch: Trierarch) -> None:
+    ring = ["cluster=a100_ib", "parallel.cp=2", "parallel.context=ring", "precision=fp32"]
+    refused = trierarch("submit", "--dry-run", *ring)
+    assert refused.returncode == ExitCode.CONFIG
+    assert "does not compute in fp32 on a GPU" in refused.stderr
+
+
 @pytest.mark.req("C1")
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     program = (

@@ -43,19 +43,19 @@ class OneStep:
         self.config = load_config([*SHAPE, *overrides])
         self.dims = lay_out(self.config, dist.get_world_size())
         mesh = Mesh.build(self.dims, "cpu")
-        self._sharded = build_parts(self.config, mesh, CPU, seed=1)
-        self._engine = build_engine(self._sharded, self.config, CPU)
-        self._batches = [_batch(self.config, mesh, index) for index in range(2)]
+        self.sharded = build_parts(self.config, mesh, CPU, seed=1)
+        self._engine = build_engine(self.sharded, self.config, CPU)
+        self._batches = [make_batch(self.config, mesh, index) for index in range(2)]
         self.plan = plan_of(self.config, mesh)
         self.loss = float(self._engine.train(self._batches))
-        parameters = list(self._sharded.parts.parameters())
+        parameters = list(self.sharded.parts.parameters())
         self.parameter_bytes = local_bytes(parameters)
         self.gradient_bytes = local_bytes(p.grad for p in parameters if p.grad is not None)
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients by name, of this rank's parts. Collective."""
         found = {}
-        for name, parameter in self._sharded.parts.named_parameters():
+        for name, parameter in self.sharded.parts.named_parameters():
             gradient = parameter.grad
             assert gradient is not None, name
             found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
@@ -63,7 +63,7 @@ class OneStep:
 
     def optimizer_bytes(self) -> int:
         """Take the optimizer's step; returns the bytes of its state."""
-        optimizer = build_optimizer(self._sharded.parts, self.config.optim)
+        optimizer = build_optimizer(self.sharded.parts, self.config, CPU, self.sharded.shelved)
         optimizer.step()
         return local_bytes(value for state in optimizer.state.values() for value in state.values())
 
@@ -73,7 +73,7 @@ class OneStep:
         The FLOPs are those of matrix products: torch's counter does not know attention on a CPU.
         """
         assert isinstance(self._engine, Direct)
-        with loss_context(self.config, self._sharded.mesh):
+        with loss_context(self.config, self.sharded.mesh):
             with LiveBytes() as live:
                 loss = self._engine._loss(self._batches[0], "mean")
             kept_bytes = self._settled(live)
@@ -83,14 +83,15 @@ class OneStep:
 
     def _settled(self, live: LiveBytes) -> int:
         """What lives when the threads of the collectives have let go of their buffers."""
-        counts = [live.count(without=self._sharded.parts.parameters())]
+        counts = [live.count(without=self.sharded.parts.parameters())]
         while len(counts) < 4 or len(set(counts[-4:])) > 1:
             time.sleep(0.05)
-            counts.append(live.count(without=self._sharded.parts.parameters()))
+            counts.append(live.count(without=self.sharded.parts.parameters()))
         return counts[-1]
 
 
-def _batch(config: TrainConfig, mesh: Mesh, index: int) -> Batch:
+def make_batch(config: TrainConfig, mesh: Mesh, index: int) -> Batch:
+    """Random tokens, other ones for each data-parallel rank and `index`."""
     generator = torch.Generator().manual_seed(2 * mesh.dp.get_local_rank() + index)
     shape = (config.parallel.micro_batch_size, config.data.sequence_length)
     tokens, targets = (torch.randint(config.model.vocabulary, shape, generator=generator) for _ in range(2))

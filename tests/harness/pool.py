@@ -21,7 +21,7 @@ import cloudpickle
 
 from harness.worker import DUMP_SIGNAL, Call, Reply, serve
 
-MAX_RANKS = 8
+MAX_RANKS = 16
 
 # The fork server imports these once; each rank is a fork of it, ready in milliseconds.
 _PRELOAD = [

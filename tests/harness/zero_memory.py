@@ -25,9 +25,8 @@ def formula(zero: int, size: int, precision: str) -> tuple[float, float, float]:
     """
     weights = {"fp32": 4, "bf16": 2}[precision]
     if zero == 0:
-        # DDP's buckets always live, and until the last micro-batch the sums of gradients lie beside them;
-        # autocast keeps the weights that it has cast.
-        return 16, 16 + 4 + weights % 4, 16
+        # DDP's buckets, in which gradients add up, always live; autocast keeps the weights that it has cast.
+        return 16, 16 + weights % 4, 16
     rest, shard = 12 / size, 4 / size
     within = {1: weights + 4, 2: weights + shard, 3: shard}[zero]
     return rest, rest + within, rest + shard
@@ -38,7 +37,7 @@ def live_bytes(config: TrainConfig, dims: ParallelDims, batches: Sequence[Batch]
     with LiveBytes() as live:
         sharded = build_parts(config, Mesh.build(dims, "cpu"), CPU, seed=1)
         engine = build_engine(sharded, config, CPU)
-        optimizer = build_optimizer(sharded.parts, config.optim)
+        optimizer = build_optimizer(sharded.parts, config, CPU)
         within: list[int] = []
 
         def look(*_: object) -> None:

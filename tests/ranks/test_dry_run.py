@@ -52,7 +52,9 @@ def test_a_dry_run_holds_what_a_real_rank_holds(ranks: Ranks, size: int, layout:
 @pytest.mark.parametrize(
     ("layout", "whole"),
     [
-        ("parallel.zero=0", True),
+        # Plain replicas reduce gradients where they add up.
+        ("parallel.zero=0", False),
+        ("parallel.zero=0 parallel.tp=2", True),
         ("parallel.zero=1", True),
         ("parallel.zero=2", False),
         ("parallel.pp=2 parallel.zero=2", False),
@@ -72,3 +74,9 @@ def test_a_dry_run_shows_what_a_budget_buys() -> None:
     assert found.built.activations <= 4_000_000
     assert "of 0.004 GB a rank" in found.recompute
     assert alone([], 2).built.activations > 4_000_000
+
+
+@pytest.mark.req("B1")
+def test_a_dry_run_looks_at_compiled_layers_as_at_plain_ones() -> None:
+    layout = ["precision=bf16", "parallel.tp=2", "parallel.recompute=full"]
+    assert alone([*layout, "parallel.compile=true"], 4) == alone(layout, 4)

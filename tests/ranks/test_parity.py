@@ -81,6 +81,8 @@ COMPOSED = [
     (8, "pp=2 tp=2 cp=2 context=ring schedule=dualpipev"),
     (2, "pp=2 recompute=selective"),
     (4, "tp=2 zero=3 recompute=full"),
+    # One layer keeps less than the next, and the second stage more than the first.
+    (2, "pp=2 recompute=auto recompute_budget_gb=0.0006 model.layers=4"),
 ]
 LONG = [
     (2, "tp=2 sequence_parallel=false micro_batch_size=8"),
@@ -111,6 +113,7 @@ LONG = [
     (8, "pp=2 tp=2 cp=2"),
     (4, "cp=2 zero=2 context=ring recompute=selective"),
     (8, "pp=2 tp=2 zero=2 recompute=full data.mask_documents=true micro_batch_size=2"),
+    (16, "pp=2 tp=2 cp=2 dp_shard=2 zero=2 context=ring"),
 ]
 """More of the same, for `make chaos`."""
 

@@ -56,12 +56,12 @@ LAYOUTS = {
         (2, "zero=0"),
         (2, "zero=2"),
         (3, "zero=3 micro_batch_size=4"),
-        (4, "zero=3 dp_replicate=2"),
         (2, "tp=2"),
-        (4, "tp=2 zero=3"),
         (4, "pp=2 tp=2"),
-        (2, "cp=2 zero=1"),
+        (4, "pp=2 cp=2"),
+        (2, "cp=2 zero=1 context=ring"),
         (2, "pp=2 schedule=interleaved_1f1b"),
+        (8, "tp=2 zero=3 dp_replicate=2"),
     ],
     "tied": [
         (1, ""),
@@ -165,7 +165,7 @@ def train_on(parts: Parts, windows: TokenWindows) -> list[float]:
     losses = []
     for batch in islice(loader, STEPS - state.step):
         losses.append(mean_loss(parts.engine.train(batch.micro_batches), mesh))
-        clip_grad_norm(list(state.parts.parameters()), config.loop.clip_norm, mesh, copied_heads(state.parts))
+        clip_grad_norm(state.optimizer, config.loop.clip_norm, mesh, copied_heads(state.parts))
         state.optimizer.step()
         state.optimizer.zero_grad()
     return losses

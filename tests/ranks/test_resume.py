@@ -1,5 +1,7 @@
 """A run that is stopped and continued is, to the bit, the run that was never stopped."""
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -22,7 +24,7 @@ from contract.errors import UserError
 from contract.exit_codes import ExitCode
 from contract.run_folder import STEP_FOLDER, Event, RunFolder, read_json_lines
 from contract.variables import START
-from train.checkpoint.manifest import Manifest
+from train.checkpoint.manifest import Manifest, read_manifest
 from train.checkpoint.store import CheckpointStore
 from train.config import load_config
 from train.data.prepare import prepare
@@ -117,6 +119,39 @@ def test_resume_on_another_number_of_ranks_goes_on_with_the_same_samples(
     assert one.keys() == other.keys()
     for step, values in one.items():
         assert other[step] == pytest.approx(values, rel=2e-4), step
+
+
+def test_a_batch_that_changes_with_the_number_of_ranks_is_told(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
+) -> None:
+    """The text of the configuration is the same."""
+    run = RunFolder(tmp_path / "run")
+    settings = toy_overrides(toy_tokens, tmp_path, "run", "loop.eval_batches=0")
+    follows = ["parallel.gradient_accumulation_steps=2", "loop.global_batch_size=null"]
+
+    def told(steps: int, more: list[str]) -> list[str]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            train_toy([*settings, f"loop.steps={steps}", *more])
+        changes = [line for line in out.getvalue().splitlines() if line.startswith("changed")]
+        return [change for change in changes if "samples" in change or "batch_size" in change]
+
+    assert ranks(2, told, 1, follows)[0] == []
+    assert read_manifest(run.checkpoints / "step_1").samples_per_step == 8
+    assert ranks(1, told, 2, follows)[0] == ["changed since then: a step has 4 samples (was 8)"]
+    started = [event["changed"] for event in run.read_events() if event["event"] == Event.STARTED]
+    assert "a step has 4 samples (was 8)" in started[-1]
+
+    # A checkpoint of before this was written down: what the configuration says is all there is to tell.
+    manifest = run.checkpoints / "step_2" / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    assert fields.pop("samples_per_step") == 4
+    manifest.write_text(json.dumps(fields))
+    lines = ranks(2, told, 3, ["loop.global_batch_size=16"])[0]
+    assert lines == ["changed since then: loop.global_batch_size=16 (was null)"]
+    # It is told once.
+    lines = ranks(1, told, 4, ["loop.global_batch_size=8"])[0]
+    assert lines == ["changed since then: loop.global_batch_size=8 (was 16)"]
 
 
 @pytest.mark.req("C13")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness.pool import Ranks
 from harness.toy import toy_overrides
 from harness.zero_memory import CPU, formula, live_bytes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,9 +20,11 @@ from train.data.loader import Batch
 from train.layout.check import lay_out
 from train.mesh import Mesh
 from train.model.config import parameter_count
-from train.model.llama import build, next_token_loss
+from train.model.llama import Llama, build, next_token_loss
+from train.monitor.live_bytes import local
+from train.optim.adamw import gradients_of
 from train.parallel.apply import Sharded, build_engine, build_parts
-from train.parallel.clip import clip_grad_norm
+from train.parallel.clip import gradient_norm
 from train.parallel.engine import Engine
 
 pytestmark = pytest.mark.slow
@@ -117,8 +119,9 @@ GATHER, REDUCE_SCATTER, ALL_REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 COLLECTIVES = [
     (2, "zero=1", {GATHER: UNITS, REDUCE_SCATTER: UNITS}),
     (2, "zero=2", {GATHER: UNITS, REDUCE_SCATTER: ACCUMULATE * UNITS}),
-    # Gathered for forward and again for backward, but for the head, whose backward comes at once.
-    (2, "zero=3", {GATHER: ACCUMULATE * (2 * UNITS - 1), REDUCE_SCATTER: ACCUMULATE * UNITS}),
+    # Gathered for forward and again for backward, but for the head, whose backward comes at once, and the embedding,
+    # whose backward needs no weights.
+    (2, "zero=3", {GATHER: ACCUMULATE * (2 * UNITS - 2), REDUCE_SCATTER: ACCUMULATE * UNITS}),
     (4, "zero=1 dp_replicate=2", {GATHER: UNITS, REDUCE_SCATTER: UNITS, ALL_REDUCE: UNITS}),
     (4, "zero=2 dp_replicate=2", {GATHER: UNITS, REDUCE_SCATTER: ACCUMULATE * UNITS, ALL_REDUCE: UNITS}),
 ]
@@ -140,12 +143,83 @@ def test_plain_replicas_communicate_once_a_step(ranks: Ranks, tmp_path: Path) ->
         assert found == Counter({ALL_REDUCE: 2})
 
 
+MARK = 1024
+"""A weight of unit number n is n / MARK: a collective has no name, but what travels tells whose it is."""
+
+
+class Watching(TorchDispatchMode):
+    """Notes in their order the gathers of units (`>name`), their forwards (`name`) and backwards (`name'`)."""
+
+    def __init__(self, part: Llama) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        units = {"embed": part.embed_tokens, **part.layers, "head": part.lm_head}
+        self._names = [name for name, unit in units.items() if unit is not None]
+        for number, name in enumerate(self._names):
+            for parameter in units[name].parameters():
+                nn.init.constant_(local(parameter.detach()), number / MARK)
+            # Within a layer, for the hooks of the layer itself are those that gather.
+            inside = getattr(units[name], "mlp", units[name])
+            inside.register_forward_hook(lambda *_, name=name: self.found.append(name))
+            if name != "embed":
+                inside.register_full_backward_hook(lambda *_, name=name: self.found.append(f"{name}'"))
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function._schema.name == f"c10d::{GATHER}":
+            number = round(float(args[1].flatten()[-1]) * MARK)
+            self.found.append(f">{self._names[number]}")
+        return function(*args, **(kwargs or {}))
+
+
+def order(overrides: list[str]) -> list[str]:
+    """What a step of two micro-batches gathers and computes, one after the other."""
+    config, sharded, engine = start([*overrides, "parallel.gradient_accumulation_steps=2"])
+    (part,) = sharded.parts
+    engine.train(batches(config)[:2])
+    sharded.parts.zero_grad()
+    with Watching(part) as watching:
+        engine.train(batches(config)[:2])
+    return watching.found
+
+
+FORWARD = ">embed >0 embed >1 0 >2 1 >3 2 >head 3 head"
+AGAIN = ">3 head' >2 3' >1 2' >0 1' 0'"
+ORDERS = [
+    (2, "zero=2", [f"{FORWARD} head' 3' 2' 1' 0'  embed 0 1 2 3 head head' 3' 2' 1' 0'"]),
+    (2, "zero=3", [f"{FORWARD} {AGAIN}  {FORWARD} {AGAIN}"]),
+    (
+        4,
+        "zero=3 pp=2 schedule=gpipe",
+        [
+            ">embed >0 embed >1 0 1  >embed >0 embed >1 0 1  >1 >0 1' 0'  >1 >0 1' 0'",
+            # The head stays until its first backward.
+            ">2 >3 2 >head 3 head  >2 >3 2 3 head  >3 head' >2 3' 2'  >head >3 head' >2 3' 2'",
+        ],
+    ),
+]
+"""By stage: what is asked for (`>name`) before what is computed."""
+
+
+@pytest.mark.req("A9")
+@pytest.mark.parametrize(("size", "layout", "expected"), ORDERS)
+def test_weights_are_asked_for_before_they_are_needed(
+    ranks: Ranks, tmp_path: Path, size: int, layout: str, expected: list[str]
+) -> None:
+    """While one unit computes, those of the next are on their way, and no others."""
+    own = [f"parallel.{one}" for one in layout.split()]
+    found = ranks(size, order, settings(tmp_path, "model.layers=4", "precision=fp32", *own))
+    for rank, events in enumerate(found):
+        assert events == expected[rank * len(expected) // size].split()
+
+
 def compare_gradients(overrides: list[str]) -> tuple[dict[str, float], float]:
     """Relative distance of each gradient of ours from DDP's, and of our norm from theirs."""
     config, sharded, engine = start(overrides)
     engine.train(batches(config))
     ours = {name: whole(parameter.grad) for name, parameter in sharded.parts[0].named_parameters()}
-    norm = clip_grad_norm(list(sharded.parts.parameters()), 0.0, sharded.mesh)
+    norm = gradient_norm(gradients_of(sharded.parts.parameters()), sharded.mesh)
 
     reference = DistributedDataParallel(build(config.model, 1, CPU))
     for index, batch in enumerate(batches(config)):

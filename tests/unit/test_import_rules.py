@@ -59,6 +59,7 @@ def test_the_model_knows_nothing_of_the_trainer() -> None:
         "import train.config, train.checkpoint.manifest, train.data.prepare",
         "import slurm.settings, slurm.submit, slurm.runs.status, slurm.supervise.__main__, slurm.lab.cluster",
         "import slurm.runs.logs, slurm.runs.cancel, slurm.runs.resubmit",
+        "import tools.cli_nvme, train.offload.nvme.measure, train.offload.nvme.store",
         "import sys; sys.argv = ['trierarch', 'train', '--cfg', 'job']\n"
         "from tools.cli import app\napp(standalone_mode=False)",
         "import sys; sys.argv = ['trierarch', 'submit', '--dry-run', 'cluster=slurm']\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -65,7 +66,6 @@ def refusal(overrides: list[str], ranks: int, ranks_per_node: int = 8) -> str:
         ("dp_replicate=2", 4, "dp_replicate=2 leaves 2 ranks that share the state, which parallel.zero=0"),
         ("recompute=auto", 2, "give parallel.recompute_budget_gb"),
         ("recompute_budget_gb=2", 2, "recompute_budget_gb=2.0 does nothing with parallel.recompute=none"),
-        ("pp=2 schedule=zbv recompute=selective", 2, "recompute=selective gives what it has kept to one"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(overrides: str, ranks: int, sentence: str) -> None:
@@ -115,6 +115,27 @@ def test_the_nearest_layouts_are_named(overrides: str, ranks: int, tail: str) ->
 @pytest.mark.req("A5", "C5")
 def test_layouts_whose_tensor_parallelism_stays_in_a_node_are_named_first() -> None:
     assert "; possible: parallel.tp=4, or" in refusal(["parallel.tp=16"], 16, ranks_per_node=4)
+
+
+@pytest.mark.req("C5")
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("cp=2 context=ring precision=fp32", "does not compute in fp32 on a GPU: choose precision=bf16"),
+        ("cp=2 context=ring model.dim=96", "model.dim / model.heads is 12: change model.heads"),
+        ("cp=2 context=ring model.dim=2112", "model.dim / model.heads is 264: change model.heads"),
+        ("cp=2 context=ring", None),
+        ("cp=2 precision=fp32 model.dim=96", None),
+    ],
+)
+def test_what_computes_on_a_cpu_alone_is_refused_where_gpus_are_known(
+    overrides: str, sentence: str | None
+) -> None:
+    plain = [one if one.startswith("precision") else settings(one)[0] for one in overrides.split()]
+    config = load_config([*[one for one in MODEL if one.split("=")[0] not in overrides], *plain])
+    lay_out(config, 2)
+    with nullcontext() if sentence is None else pytest.raises(ConfigError, match=re.escape(sentence or "")):
+        lay_out(config, 2, on_gpus=True)
 
 
 PARALLEL = st.builds(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers.optimization import get_scheduler
 
 from train.config import Decay, OptimConfig
-from train.optim.adamw import build_optimizer
+from train.optim.adamw import AdamW
 from train.optim.schedule import learning_rate
 
 
@@ -64,7 +64,7 @@ def test_rates_stay_in_bounds_whatever_the_lengths(steps: int, warmup: int, deca
 
 def test_norms_are_not_decayed() -> None:
     model = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(4), "linear": torch.nn.Linear(4, 4, bias=False)})
-    decayed, rest = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    decayed, rest = AdamW(model, OptimConfig(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert [p.ndim for p in decayed["params"]] == [2]
     assert [p.ndim for p in rest["params"]] == [1]

@@ -10,15 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.layout.config import ContextMethod
+from train.layout.config import ContextMethod, Recompute
 from train.layout.dims import ParallelDims
-from train.layout.stages import (
-    chunks_held,
-    stage_count,
-    stage_layers,
-    stages_of,
-    stages_per_rank,
-)
+from train.layout.stages import stage_count, stage_layers, stages_of
+from train.offload.config import Tier
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -30,6 +25,10 @@ That of `down_proj` is not one of them: the backward pass does not ask for it.
 """
 
 
+DEVICE_FLOPS = 2e14
+"""Work a second that the price of a transfer is reckoned with: what a large model reaches on an H100 in bf16."""
+
+
 @dataclass(frozen=True)
 class Keep:
     """What one layer keeps, and the price: both for one micro-batch on one rank."""
@@ -37,7 +36,17 @@ class Keep:
     results: frozenset[str] | None
     """The results of `RESULTS` that are kept beside the layer's input; None keeps all there is."""
     kept_bytes: int
+    """On the device."""
     recomputed_flops: int
+    host_bytes: int = 0
+    """In memory of the host: the layer's input, or all there is."""
+    transfer_flops: int = 0
+    """What the device could compute while that is under way."""
+
+    @property
+    def price_flops(self) -> int:
+        """What the choice costs, as work."""
+        return self.recomputed_flops + self.transfer_flops
 
 
 @dataclass(frozen=True)
@@ -48,19 +57,28 @@ class LayerCost:
     """Kept when nothing is computed again."""
     input_bytes: int
     """Kept of a layer that computes everything again."""
+    halfway_bytes: int
+    """Kept besides between the two halves of a backward: gradients of all that has been computed with weights."""
     kept_bytes: Mapping[str, int]
     """Size of each result of `RESULTS`, those that can be kept."""
     flops: Mapping[str, int]
     """Work of each result, kept or not; `down_proj` and what lies `between` the matrix products included."""
+    flops_a_byte: float | None = None
+    """What the device could compute while one byte is on its way to the host and back; None: no byte is."""
 
-    def keep(self, results: frozenset[str] | None) -> Keep:
-        """Price of keeping `results`."""
-        if results is None:
-            return Keep(None, self.everything_bytes, 0)
-        again = sum(
-            flops for name, flops in self.flops.items() if name not in results and name != "down_proj"
-        )
-        return Keep(results, self.input_bytes + sum(self.kept_bytes[name] for name in results), again)
+    def keep(self, results: frozenset[str] | None, offload: bool = False) -> Keep:
+        """Price of keeping `results`; with `offload` the input, or all there is, goes to the host."""
+        again, results_bytes = 0, 0
+        if results is not None:
+            again = sum(
+                flops for name, flops in self.flops.items() if name not in results and name != "down_proj"
+            )
+            results_bytes = sum(self.kept_bytes[name] for name in results)
+        rest_bytes = self.everything_bytes if results is None else self.input_bytes
+        if not offload:
+            return Keep(results, rest_bytes + results_bytes, again)
+        assert self.flops_a_byte is not None
+        return Keep(results, results_bytes, again, rest_bytes, int(rest_bytes * self.flops_a_byte))
 
     @property
     def forward_flops(self) -> int:
@@ -68,41 +86,39 @@ class LayerCost:
         return sum(self.flops.values())
 
     def frontier(self) -> list[Keep]:
-        """All choices that no other beats in both bytes and work, the leanest first."""
+        """All choices that no other beats in both bytes on the device and price, the leanest first."""
         sets: Iterator[tuple[str, ...]] = itertools.chain.from_iterable(
             itertools.combinations(self.kept_bytes, count) for count in range(len(self.kept_bytes) + 1)
         )
-        every = [self.keep(frozenset(names)) for names in sets] + [self.keep(None)]
+        ways = [False] if self.flops_a_byte is None else [False, True]
+        every = [self.keep(results, offload) for results in (*map(frozenset, sets), None) for offload in ways]
         best: list[Keep] = []
-        for one in sorted(every, key=lambda keep: (keep.kept_bytes, keep.recomputed_flops)):
-            if not best or one.recomputed_flops < best[-1].recomputed_flops:
+        for one in sorted(every, key=lambda keep: (keep.kept_bytes, keep.price_flops)):
+            if not best or one.price_flops < best[-1].price_flops:
                 best.append(one)
         return best
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Layers of one pipeline stage on a rank, and how many micro-batches of it are under way at once."""
+    """Layers of one pipeline stage on a rank."""
 
     layers: range
-    in_flight: int = 1
     first: bool = True
     last: bool = True
+    next_here: bool = False
+    """Whether the next stage is on the same rank, which keeps what it is handed as its input."""
 
 
-def stages_of_rank(
-    config: "TrainConfig", dims: ParallelDims, pp_rank: int, micro_batches: int
-) -> list[StageLayers]:
-    """Stages of a rank at `pp_rank` of the pipeline that takes `micro_batches` a step."""
+def stages_of_rank(config: "TrainConfig", dims: ParallelDims, pp_rank: int) -> list[StageLayers]:
+    """Stages of a rank at `pp_rank` of the pipeline."""
     if dims.pp == 1:
         return [StageLayers(range(config.model.layers))]
     layers = stage_layers(config.parallel, config.model, config.data.sequence_length)
-    # Chunks of a rank's stages are about equally many.
-    in_flight = -(-chunks_held(config.parallel, pp_rank, micro_batches) // stages_per_rank(config.parallel))
-    last = stage_count(config.parallel) - 1
+    last, own = stage_count(config.parallel) - 1, stages_of(config.parallel, pp_rank)
     return [
-        StageLayers(layers[stage], in_flight, first=stage == 0, last=stage == last)
-        for stage in stages_of(config.parallel, pp_rank)
+        StageLayers(layers[stage], first=stage == 0, last=stage == last, next_here=stage + 1 in own)
+        for stage in own
     ]
 
 
@@ -127,6 +143,7 @@ def layer_cost(config: "TrainConfig", dims: ParallelDims, device_type: str = "cu
     core_bytes = attention_bytes
     if dims.cp > 1:
         everything += tokens * item * query  # it comes out in another order than the next product reads
+    if dims.cp > 1 and config.parallel.context is ContextMethod.heads:
         # What has been exchanged before and after attention.
         core_bytes += item * (2 * query + 2 * key * _repeats(dims.cp, key // model.head_dim))
     kept = {
@@ -138,9 +155,6 @@ def layer_cost(config: "TrainConfig", dims: ParallelDims, device_type: str = "cu
         "gate_proj": tokens * item * ffn,
         "up_proj": tokens * item * ffn,
     }
-    if dims.cp > 1 and config.parallel.context is ContextMethod.ring:
-        # Its blocks are partial results, each of the size of the whole.
-        del kept["core"]
     sequence_length = config.data.sequence_length
     flops = {
         "q_proj": 2 * tokens * model.dim * query,
@@ -159,7 +173,12 @@ def layer_cost(config: "TrainConfig", dims: ParallelDims, device_type: str = "cu
         # The product is of full width on each rank before the ranks' parts are added: only the sum is worth keeping,
         # which saves traffic and no work.
         flops["o_proj_part"], flops["o_proj"] = flops["o_proj"], 0
-    return LayerCost(everything, size.hidden_bytes(model.dim), kept, flops)
+    halfway = tokens * item * (query + 2 * key + 2 * ffn + 2 * model.dim) + 2 * size.normed_bytes(model.dim)
+    offload = config.offload
+    flops_a_byte = None
+    if offload.activations is not Tier.none:
+        flops_a_byte = 2 * DEVICE_FLOPS / (offload.link_gb_s * 1e9)
+    return LayerCost(everything, size.hidden_bytes(model.dim), halfway, kept, flops, flops_a_byte)
 
 
 def outside_bytes(
@@ -173,16 +192,34 @@ def outside_bytes(
         total += size.mask_positions
     if stage.first:
         total += size.tokens * 8
-    if not stage.last:
+    offloads = config.offload.activations is not Tier.none
+    if not stage.first and (offloads or size.copies_input(config.parallel.recompute)):
+        total += size.boundary_bytes
+    if not stage.last and not stage.next_here:
         # What is handed on is kept until its gradient comes back.
-        total += size.tokens * model.dim * size.item_bytes // size.shares_norm
+        total += size.boundary_bytes
     if stage.last:
-        split = dims.tp if config.parallel.loss_parallel else 1
         total += size.norm_bytes(model.dim) + size.tokens * model.dim * size.item_bytes
-        rows = _share(model.vocab_size or 0, split)
-        total += size.tokens * (4 * rows + 8)
-        total += model.dim * rows * size.item_bytes if size.casts else 0
+        total += size.tokens * (4 * size.logits + 8)
+        total += model.dim * size.logits * size.item_bytes if size.casts else 0
     return total
+
+
+def outside_halfway_bytes(
+    config: "TrainConfig", dims: ParallelDims, stage: StageLayers, device_type: str = "cuda"
+) -> int:
+    """Bytes that a stage keeps outside its layers, more or less than before, between the two halves of a backward."""
+    size = _Sizes(config, dims, device_type)
+    if stage.last:
+        # The gradient of the logits in place of the loss's share of them, and that of what the last norm has made.
+        logits_bytes = size.tokens * size.logits * (size.item_bytes - 4)
+        return logits_bytes + size.normed_bytes(config.model.dim)
+    return 0 if stage.next_here else -size.boundary_bytes
+
+
+def boundary_bytes(config: "TrainConfig", dims: ParallelDims) -> int:
+    """Bytes of what one stage hands to the next of one micro-batch."""
+    return _Sizes(config, dims, "cuda").boundary_bytes
 
 
 class _Sizes:
@@ -194,10 +231,13 @@ class _Sizes:
         self.item_bytes = config.precision.compute_bytes
         # Plain modules compute under autocast, which keeps casts of the weights; others in the type they are given.
         plain = dims.dp * dims.cp == 1 or (config.parallel.zero == 0 and dims.tp * dims.pp == 1)
-        self.casts = plain and self.item_bytes == 2
+        self.casts = plain and self.item_bytes == 2 and not config.has_masters
         self._residual_bytes = 4 if self.casts else self.item_bytes
         self._fused_norm = device_type == "cuda"
         self.shares_norm = dims.tp if config.parallel.sequence_parallel else 1
+        self.boundary_bytes = self.tokens * config.model.dim * self.item_bytes // self.shares_norm
+        self.logits = _share(config.model.vocab_size or 0, dims.tp if config.parallel.loss_parallel else 1)
+        """Of a token on one rank."""
 
     def hidden_bytes(self, dim: int) -> int:
         """The residual stream."""
@@ -207,6 +247,18 @@ class _Sizes:
         """Its input and a factor a token; where torch has no kernel of its own, both in fp32 and their product."""
         each = dim * self._residual_bytes if self._fused_norm else 2 * dim * 4
         return self.tokens * (each + 4) // self.shares_norm
+
+    def normed_bytes(self, dim: int) -> int:
+        """What a norm has made, before it is cast."""
+        return self.tokens * dim * (self._residual_bytes if self._fused_norm else 4) // self.shares_norm
+
+    def copies_input(self, recompute: Recompute) -> bool:
+        """Whether what a stage has received is kept beside what its first layer keeps of it."""
+        if self.casts:
+            return True
+        # A layer that computes again keeps what it is given; so does a norm of one kernel.
+        again = recompute in (Recompute.selective, Recompute.full)
+        return self.item_bytes == 2 and not self._fused_norm and not again
 
     def copies(self, users: int) -> int:
         """How often the input of `users` matrix products is kept: autocast casts it for each of them."""

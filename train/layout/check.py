@@ -11,6 +11,8 @@ from train.layout.dims import ParallelDims
 from train.layout.nearest import nearest_layouts, nearest_rank_counts, write
 from train.layout.recompute import check_recompute
 from train.layout.stages import check_pipeline
+from train.offload.check import check_offload
+from train.precision.check import check_precision
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -18,19 +20,42 @@ if TYPE_CHECKING:
 DEFAULTS = ParallelConfig()
 
 
-def lay_out(config: "TrainConfig", ranks: int, ranks_per_node: int | None = None) -> ParallelDims:
+def lay_out(
+    config: "TrainConfig", ranks: int, ranks_per_node: int | None = None, on_gpus: bool = False
+) -> ParallelDims:
     """Return the layout that `config` means on `ranks` ranks, and fill in its global batch.
 
-    Raises `ConfigError` for one that cannot work, with the nearest ones that can.
+    `on_gpus`: it is known already that each rank will compute on one. Raises `ConfigError` for a layout that cannot
+    work, with the nearest ones that can.
     """
     _check_choices(config.parallel)
+    check_offload(config)
     try:
         dims = ParallelDims.of(config.parallel, ranks)
         _check_degrees(config, dims)
     except ConfigError as error:
         raise ConfigError(f"{error}{_possible(config, ranks, ranks_per_node or ranks)}") from None
+    check_precision(config, dims)
+    if on_gpus:
+        check_gpu(config)
     config.loop.global_batch_size = samples_per_step(config, dims)
     return dims
+
+
+def check_gpu(config: "TrainConfig") -> None:
+    """Raise `ConfigError` for what computes on a CPU alone: torch's fast attention on a GPU takes less."""
+    if config.parallel.context is not ContextMethod.ring:
+        return
+    if config.precision.compute_bytes == 4:
+        raise ConfigError(
+            "parallel.context=ring does not compute in fp32 on a GPU: choose precision=bf16, or "
+            "parallel.context=heads"
+        )
+    if config.model.head_dim % 8 or config.model.head_dim > 256:
+        raise ConfigError(
+            f"parallel.context=ring on a GPU needs heads of a multiple of 8 up to 256, and model.dim / model.heads is "
+            f"{config.model.head_dim}: change model.heads, or choose parallel.context=heads"
+        )
 
 
 def fits(config: "TrainConfig", parallel: ParallelConfig, ranks: int, samples: int | None = None) -> bool:

@@ -23,6 +23,8 @@ class Unit:
     parameters: int
     stays: bool
     """Whether it is kept from forward to backward even where parameters are freed."""
+    gathers: int
+    """How often a micro-batch needs it gathered where parameters are freed."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,16 @@ def units(config: "TrainConfig", dims: ParallelDims, stage: StageLayers, tp_rank
     model = config.model
     table = share(model.vocabulary, dims.tp, tp_rank) * model.dim
     layer = layer_parameters(config, dims, tp_rank)
-    found = [Unit(layer, stays=False) for _ in stage.layers]
+    found = [Unit(layer, stays=False, gathers=2) for _ in stage.layers]
     # A tied model that is in one piece has no head of its own: its embedding is needed at both ends.
     tied = stage.first and stage.last and model.tie_embeddings
     if tied:
-        return [*found, Unit(table + model.dim, stays=True)]
+        return [*found, Unit(table + model.dim, stays=True, gathers=1)]
     if stage.first:
-        found.insert(0, Unit(table, stays=False))
+        # The backward of a lookup needs no weights.
+        found.insert(0, Unit(table, stays=False, gathers=1))
     if stage.last:
-        found.append(Unit(table + model.dim, stays=True))
+        found.append(Unit(table + model.dim, stays=True, gathers=1))
     return found
 
 

@@ -46,10 +46,10 @@ class Schedule:
     held: Callable[[int, int, int, int], int]
     """p, v, m, r -> most chunks whose activations rank r keeps at once."""
     in_rounds: bool = False
-    """Whether the micro-batches must divide into rounds, see `_round`."""
+    """Whether the micro-batches must divide into rounds, see `round_of`."""
 
 
-def _round(p: int, m: int) -> int:
+def round_of(p: int, m: int) -> int:
     """Micro-batches that an interleaved schedule takes through one stage before it turns to the next."""
     return m // max(1, m // p)
 
@@ -76,7 +76,7 @@ SCHEDULES = {
         False,
         lambda p: 1,
         _loop_idle,
-        lambda p, v, m, r: min(m * v, (v - 1) * _round(p, m) + 2 * (p - 1 - r) + 1),
+        lambda p, v, m, r: min(m * v, (v - 1) * round_of(p, m) + 2 * (p - 1 - r) + 1),
         in_rounds=True,
     ),
     "interleaved_zero_bubble": Schedule(
@@ -84,7 +84,7 @@ SCHEDULES = {
         True,
         lambda p: p,
         lambda p, v, m: p - 1,
-        lambda p, v, m, r: min(m * v, (v - 1) * _round(p, m) + p),
+        lambda p, v, m, r: min(m * v, (v - 1) * round_of(p, m) + p),
         in_rounds=True,
     ),
     "zbv": Schedule(
@@ -96,7 +96,12 @@ SCHEDULES = {
         lambda p, v, m, r: min(2 * p, 2 * m, m + 1 + r),
     ),
     "dualpipev": Schedule(
-        Placement.v, True, lambda p: 2 * p, lambda p, v, m: p - 1, lambda p, v, m, r: 2 * p + 1
+        Placement.v,
+        True,
+        lambda p: 2 * p,
+        # A forward is handed on when the backward beside it is done too: twice the way of zero bubble.
+        lambda p, v, m: 2 * (p - 1),
+        lambda p, v, m, r: 2 * p + 1,
     ),
 }
 
@@ -138,7 +143,8 @@ def bubble(config: ParallelConfig, micro_batches: int) -> float:
     """Share of a step, 0 to 1, in which a rank computes nothing, for stages that take the same time.
 
     Of the whole step: bubble over ideal time, as (p - 1) / m of 1F1B, is b / (1 - b). Handing over takes no time;
-    zero-bubble schedules are for a forward that takes as long as either half of the backward.
+    zero-bubble schedules are for a forward that takes as long as either half of the backward. With `recompute`, where
+    they do not split it, their bubble is larger than this.
     """
     v = stages_per_rank(config)
     idle = schedule_of(config).idle(config.pp, v, micro_batches)

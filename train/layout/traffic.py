@@ -98,7 +98,7 @@ class _Sizes:
         self.config, self.dims = config, dims
         self.place = dims.coordinates(rank)
         self.steps = micro_batches(config, dims)
-        self.stages = stages_of_rank(config, dims, self.place["pp"], self.steps)
+        self.stages = stages_of_rank(config, dims, self.place["pp"])
         self.units = [unit for stage in self.stages for unit in units(config, dims, stage, self.place["tp"])]
         self.element_bytes = config.precision.compute_bytes
         self.positions = parallel.micro_batch_size * config.data.sequence_length // dims.cp
@@ -107,7 +107,7 @@ class _Sizes:
         self.normed_bytes = (
             self.positions * model.dim * (FULL if dims.dp * dims.cp == 1 else self.element_bytes)
         )
-        keeps = plan(config, dims, self.stages).layers.values()
+        keeps = plan(config, dims, self.place["pp"], self.steps).layers.values()
         self.layers = len(keeps)
         self.repeated = [keep.results for keep in keeps if keep.results is not None]
         """Of each layer that computes again: the results that it does not."""
@@ -135,7 +135,7 @@ def _data(sizes: _Sizes) -> Iterator[_Item]:
     at_end = dims.pp > 1 and schedule_of(config.parallel).splits_backward
     reductions = steps if zero >= 2 and not at_end else 1
     for unit in sizes.units:
-        gathers = 1 if zero < 3 else steps if unit.stays else 2 * steps
+        gathers = 1 if zero < 3 else unit.gathers * steps
         yield _Item(group, Operation.all_gather, "weights", gathers, unit.parameters * sizes.element_bytes)
         yield _Item(group, Operation.reduce_scatter, "gradients", reductions, unit.parameters * FULL)
         own_bytes = unit.parameters * FULL // sharers

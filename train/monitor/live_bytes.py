@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         for tensor in tree_leaves(result):
             # A view of a tensor from before brings no memory with it.
-            if isinstance(tensor, Tensor) and _key(tensor) not in given:
+            if isinstance(tensor, Tensor) and not tensor.is_meta and _key(tensor) not in given:
                 self._seen[_key(tensor)] = StorageWeakRef(local(tensor).untyped_storage())
         return result
 

@@ -11,9 +11,15 @@ Mark = float | torch.cuda.Event
 
 
 class BusyTime:
-    """Time of one step, and that inside of the chunks that it computed.
+    """Time of one step of a pipeline, and that inside of the chunks that it computed.
 
-    On a GPU both are read from events between its kernels: marking them waits for nothing.
+    Only the last step that has run can be asked for: what is logged is that step's, not a mean over the steps since the
+    last log. The time is that of forwards with the loss, and backwards with what ZeRO communicates in them, gathers of
+    weights and reductions of gradients. All else is idle: waiting for a neighbour, handing over, the schedule's own
+    work. The reduction at the end of a step, of schedules that split the backward, belongs to neither and is left out
+    of the step; so are the gradients of tied embeddings, clipping and the optimizer, which come after it.
+
+    On a GPU times are read from events between its kernels: marking them waits for nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,9 +55,9 @@ class BusyTime:
         self._ended = self._mark()
 
     def idle_share(self, group: dist.ProcessGroup) -> float:
-        """Share of the step, 0 to 1, in which the ranks of `group` computed nothing, on average. Collective.
+        """Share of the last step, 0 to 1, in which the ranks of `group` computed nothing, on average. Collective.
 
-        The step lasts until the last of the ranks ends it.
+        The step lasts as long as for the rank for which it is longest.
         """
         assert self._began is not None and self._ended is not None, "a step must have run"
         busy_s, aside_s = (

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import TrainConfig
 from train.data.loader import Batch
+from train.layout.check import check_gpu
 from train.layout.config import ContextMethod
 from train.mesh import Mesh
 from train.model.llama import CoreAttention, Layer, Llama
-from train.parallel.ring import RingAttention, refuse_device
+from train.parallel.ring import RingAttention
 
 
 def shard(part: Llama, config: TrainConfig, mesh: Mesh) -> None:
@@ -26,17 +27,13 @@ def shard(part: Llama, config: TrainConfig, mesh: Mesh) -> None:
 
     Raises `ConfigError` where the ring can't compute on this kind of device.
     """
+    if mesh.root.device_type != "cpu":
+        check_gpu(config)
     ring = config.parallel.context is ContextMethod.ring
-    if ring:
-        refuse_device(mesh.root.device_type, config)
     for layer in part.layers.values():
         assert isinstance(layer, Layer)
         core = layer.self_attn.core
-        core = RingAttention(mesh.group("cp")) if ring else HeadsAttention(core, mesh["cp"])
-        if ring and config.parallel.compile:
-            # The compiler stops at each send and receive; in between are pieces too small to gain anything.
-            core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
-        layer.self_attn.core = core
+        layer.self_attn.core = RingAttention(mesh.group("cp")) if ring else HeadsAttention(core, mesh["cp"])
 
 
 def give_positions(part: Llama, config: TrainConfig, mesh: Mesh, device: torch.device) -> None:

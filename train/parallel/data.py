@@ -20,13 +20,14 @@ from train.config import TrainConfig
 from train.layout.dims import ParallelDims
 from train.mesh import Mesh
 from train.model.llama import Llama
-from train.precision import autocast, sharded_policy
+from train.precision.policy import autocast, sharded_policy
 
 
 def is_sharded(config: TrainConfig, dims: ParallelDims) -> bool:
     """Whether `shard` acts on the parts of a model; else they are plain, or replicated by `replicate_plain`."""
     alone = dims.dp * dims.cp == 1
-    return not alone and (config.parallel.zero > 0 or dims.tp * dims.pp > 1)
+    needed = config.has_masters or config.precision.needs_policy
+    return needed or (not alone and (config.parallel.zero > 0 or dims.tp * dims.pp > 1))
 
 
 def shard(part: Llama, config: TrainConfig, mesh: Mesh) -> None:
@@ -45,6 +46,9 @@ def shard(part: Llama, config: TrainConfig, mesh: Mesh) -> None:
         # Between forward and backward of the last group nothing else is needed: freeing it is wasted work.
         _distribute(group, config, mesh, policy, keep=group is groups[-1] and part.lm_head is not None)
     _distribute([part], config, mesh, policy, keep=True)
+    if isinstance(part.embed_tokens, FSDPModule):
+        # The gradient of a table needs to know which rows were looked up, not what is in them.
+        part.embed_tokens.set_unshard_in_backward(False)
     _prefetch([group[0] for group in groups])
 
 
@@ -61,6 +65,7 @@ def replicate_plain(part: Llama, config: TrainConfig, mesh: Mesh, device: torch.
     # As in a step, not in fp32: some attention has no such kernel. Compiled code for this shape would be of no use.
     with autocast(config.precision, device), torch.compiler.set_stance("force_eager"):
         _settle_buckets(replicated, device)
+    _add_up_in_buckets(replicated)
     return replicated
 
 
@@ -111,13 +116,15 @@ def _placement(parameter: nn.Parameter) -> Shard | None:
 
 
 def _prefetch(modules: list[nn.Module]) -> None:
-    """Ask for the next module's parameters while one computes; without a GPU's streams this only changes the order."""
+    """Ask for the next module's parameters while one computes; without a GPU's streams this only changes the order.
+
+    In a backward torch by itself asks for those of the module that ran before.
+    """
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     for module, following in itertools.pairwise(sharded):
         module.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([module])
     for module in sharded[:1]:
-        # The last in a backward: torch by itself would gather what ran before it, which is the micro-batch before.
+        # What ran before the first is another micro-batch: it is to ask for nothing but what it has already.
         module.set_modules_to_backward_prefetch([module])
 
 
@@ -132,4 +139,22 @@ def _settle_buckets(model: DistributedDataParallel, device: torch.device) -> Non
     positions = torch.arange(2, device=device)
     for _ in range(2):
         model(tokens, positions=positions).float().sum().mul(0.0).backward()
+
+
+def _add_up_in_buckets(model: DistributedDataParallel) -> None:
+    """Have the micro-batches of a step add up their gradients where they will be averaged; they are None after it.
+
+    Else those of all but the last micro-batch would add up beside the buckets, in as much memory again.
+    """
+    buckets = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
+
+    def begin(*_: object) -> None:
+        # A step of one micro-batch needs no zeros to add to.
+        if model.require_backward_grad_sync or not torch.is_grad_enabled():
+            return
+        for parameter, place in buckets:
+            if parameter.grad is None and place is not None:
+                parameter.grad = place.zero_()
+
+    model.register_forward_pre_hook(begin)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from train.config import TrainConfig
 from train.data.loader import Batch
 from train.mesh import Mesh
+from train.offload.activations import Carrier
 from train.parallel.context import own_share
 from train.parallel.data import accumulate, is_sharded
 from train.parallel.tensor import loss_context, vocabulary_loss
-from train.precision import autocast
+from train.precision.policy import autocast
 
 
 class Engine(Protocol):
@@ -23,11 +24,11 @@ class Engine(Protocol):
     batches_at_once: int
     """Micro-batches that `evaluate` takes."""
 
-    def train(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def train(self, micro_batches: Sequence[Batch], scale: float = 1.0) -> Tensor:
         """Take the micro-batches of one step through forward and backward.
 
         Returns the mean loss over this rank's tokens, detached, in nats a token; 0 where the rank has no loss.
-        Gradients are those of the mean over all ranks' tokens.
+        Gradients are those of the mean over all ranks' tokens, times `scale`.
         """
         ...
 
@@ -45,15 +46,25 @@ class Direct:
 
     batches_at_once = 1
 
-    def __init__(self, model: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.device) -> None:
-        """`model` is what is called, wrapped where there are replicas."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        mesh: Mesh,
+        device: torch.device,
+        carrier: Carrier | None = None,
+    ) -> None:
+        """`model` is what is called, wrapped where there are replicas. `carrier`: of its activations, for `metrics`."""
         self._model = model
+        self._carrier = carrier
         self._config = config
         self._mesh = mesh
         self._device = device
 
-    def train(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def train(self, micro_batches: Sequence[Batch], scale: float = 1.0) -> Tensor:
         """See `Engine`."""
+        if self._carrier is not None:
+            self._carrier.steps += 1
         total = torch.zeros((), device=self._device)
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -62,7 +73,7 @@ class Direct:
                 loss_context(self._config, self._mesh),
             ):
                 loss = self._loss(batch, "mean") / len(micro_batches)
-                loss.backward()
+                (loss * scale).backward()
             total += loss.detach()
         return total
 
@@ -77,7 +88,7 @@ class Direct:
 
     def metrics(self) -> dict[str, float]:
         """See `Engine`."""
-        return {}
+        return {} if self._carrier is None else self._carrier.metrics()
 
     def _loss(self, batch: Batch, reduction: str) -> Tensor:
         own = own_share(batch.to(self._device), self._config, self._mesh)

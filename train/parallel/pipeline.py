@@ -24,6 +24,7 @@ from train.data.loader import Batch
 from train.layout.stages import bubble, stage_layers, stages_of
 from train.mesh import Mesh
 from train.model.llama import Llama
+from train.offload.activations import Carrier
 from train.parallel.busy import BusyTime
 from train.parallel.context import own_share
 from train.parallel.stage import Boundary, TimedStage
@@ -85,38 +86,50 @@ def cut(part: Llama, stage: Stage) -> None:
 class Pipelined:
     """Runs the stages of this rank under a schedule; all micro-batches of a step are one run of it."""
 
-    def __init__(self, parts: nn.ModuleList, config: TrainConfig, mesh: Mesh, device: torch.device) -> None:
-        """`parts` are the modules of `own_stages`, in that order."""
+    def __init__(
+        self,
+        parts: nn.ModuleList,
+        config: TrainConfig,
+        mesh: Mesh,
+        device: torch.device,
+        carrier: Carrier | None = None,
+    ) -> None:
+        """`parts` are the modules of `own_stages`, in that order. `carrier`: of their activations, for `metrics`."""
         parallel = config.parallel
+        self._carrier = carrier
         self.batches_at_once = config.loop.samples_per_step // (parallel.micro_batch_size * mesh.dims.dp)
         self._parts = parts
         self._config = config
         self._mesh = mesh
         self._device = device
         self._busy = BusyTime(device)
+        self._scale = 1.0
         boundary = Boundary.of(config, mesh, device)
         self._stages = [
-            TimedStage(part, stage.index, stage.count, boundary, self._busy, config, mesh)
+            TimedStage(part, stage.index, stage.count, boundary, self._loss, self._busy, config, mesh)
             for part, stage in zip(parts, own_stages(config, mesh), strict=True)
         ]
         self._first = any(stage.is_first for stage in self._stages)
         self._last = any(stage.is_last for stage in self._stages)
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
-        arguments: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        arguments: dict[str, Any] = {"loss_fn": _computed, "scale_grads": False}
         if parallel.schedule in SINGLE:
             (stage,) = self._stages
             self._schedule = SINGLE[parallel.schedule](stage, self.batches_at_once, **arguments)
         else:
             self._schedule = MULTI[parallel.schedule](list(self._stages), self.batches_at_once, **arguments)
 
-    def train(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def train(self, micro_batches: Sequence[Batch], scale: float = 1.0) -> Tensor:
         """See `Engine`."""
+        self._scale = scale
+        if self._carrier is not None:
+            self._carrier.steps += 1
         self._busy.begin()
         with loss_context(self._config, self._mesh):
             losses = self._run(micro_batches, self._schedule.step)
         self._busy.end()
         add_gradients(self._parts, self._mesh)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        return torch.stack(losses).sum() / scale if losses else torch.zeros((), device=self._device)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -127,10 +140,11 @@ class Pipelined:
         return torch.stack(losses).double().sum() if losses else nats
 
     def metrics(self) -> dict[str, float]:
-        """See `Engine`: the measured bubble of the last step and that of theory, as shares of the step."""
+        """See `Engine`: the bubble of the last step, see `BusyTime`, and that of theory, as shares of the step."""
         return {
             "pipeline_bubble": self._busy.idle_share(self._mesh.group("pp")),
             "pipeline_bubble_theory": bubble(self._config.parallel, self.batches_at_once),
+            **({} if self._carrier is None else self._carrier.metrics()),
         }
 
     def _run(self, micro_batches: Sequence[Batch], run: Callable[..., Any]) -> list[Tensor]:
@@ -140,15 +154,23 @@ class Pipelined:
         documents = [batch.documents for batch in batches if batch.documents is not None]
         # torch cuts what it is given into micro-batches again.
         inputs = (torch.cat([batch.tokens for batch in batches]),) if self._first else ()
-        target = torch.cat([batch.targets for batch in batches]) if self._last else None
         more = {"documents": torch.cat(documents)} if documents else {}
+        if self._last:
+            more["targets"] = torch.cat([batch.targets for batch in batches])
         losses: list[Tensor] = []
-        run(*inputs, target=target, losses=losses, return_outputs=False, **more)
+        run(*inputs, target=more.get("targets"), losses=losses, return_outputs=False, **more)
         return [loss.detach() for loss in losses]
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """In training this micro-batch's part of the mean over the step, in evaluation the sum."""
-        with self._busy.computing():
-            if not torch.is_grad_enabled():
-                return vocabulary_loss(logits, targets, "sum")
-            return vocabulary_loss(logits, targets, "mean") / self.batches_at_once
+        """In training this micro-batch's part of the mean over the step, times the scale; in evaluation the sum."""
+        if not torch.is_grad_enabled():
+            return vocabulary_loss(logits, targets, "sum")
+        return vocabulary_loss(logits, targets, "mean") / self.batches_at_once * self._scale
+
+
+def _computed(loss: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a micro-batch as torch's schedules ask for it: the last stage has computed it already.
+
+    If the schedule had the logits, they would live until those of the next micro-batch are there.
+    """
+    return loss

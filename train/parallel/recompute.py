@@ -16,12 +16,13 @@ from torch.utils.checkpoint import (
 )
 
 from train.config import TrainConfig
-from train.layout.activations import RESULTS, stages_of_rank
+from train.layout.activations import RESULTS
 from train.layout.check import micro_batches
 from train.layout.config import Recompute
 from train.layout.recompute import Plan, plan
 from train.mesh import Mesh
 from train.model.llama import Layer, Llama
+from train.parallel import ring
 
 _PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
 _ATTENTION = (
@@ -50,8 +51,8 @@ def apply(part: Llama, config: TrainConfig, mesh: Mesh) -> None:
 
 def plan_of(config: TrainConfig, mesh: Mesh) -> Plan:
     """What the layers of this rank keep."""
-    stages = stages_of_rank(config, mesh.dims, mesh.coordinate("pp"), micro_batches(config, mesh.dims))
-    return plan(config, mesh.dims, stages, mesh.root.device_type)
+    steps = micro_batches(config, mesh.dims)
+    return plan(config, mesh.dims, mesh.coordinate("pp"), steps, mesh.root.device_type)
 
 
 def _recompute(layer: Layer, results: frozenset[str], reduced: bool) -> None:
@@ -101,5 +102,6 @@ def _operators(name: str, reduced: bool) -> frozenset[Any]:
     found = [getattr(aten, operator).default for operator in _PRODUCTS]
     if name == "core":
         found += [getattr(aten, operator).default for operator in _ATTENTION]
+        found.append(ring.OPERATOR)
         found += [getattr(collectives, operator).default for operator in _COLLECTIVES]
     return frozenset(found)

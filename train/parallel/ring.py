@@ -13,28 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-from contract.errors import ConfigError
-from train.config import Compute, TrainConfig
 from train.model.llama import CoreAttention
 
 _aten = torch.ops.aten
-
-
-def refuse_device(device_type: str, config: TrainConfig) -> None:
-    """Raise `ConfigError` where the operator that computes a block does not work; on a CPU it always does."""
-    if device_type == "cpu":
-        return
-    if config.precision.compute is Compute.float32:
-        raise ConfigError(
-            "parallel.context=ring does not compute in fp32 on a GPU: choose precision=bf16, or "
-            "parallel.context=heads"
-        )
-    if config.model.head_dim % 8 or config.model.head_dim > 256:
-        raise ConfigError(
-            f"parallel.context=ring on a GPU needs heads of a multiple of 8 up to 256, and model.dim / model.heads is "
-            f"{config.model.head_dim}: change model.heads, or choose parallel.context=heads"
-        )
 
 
 class RingAttention(CoreAttention):
@@ -42,62 +25,100 @@ class RingAttention(CoreAttention):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self._group = group
+        self._group_name = group.group_name
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """See `CoreAttention.forward`; tensors are two chunks of a sequence, side by side."""
         assert mask is None, "a ring has no mask of documents"
-        assert query.stride(-1) == 1, (
-            "the operators read the values of a head from adjacent memory, whatever the strides"
-        )
-        out: Tensor = _Ring.apply(query, key, value, self._group)
+        out: Tensor
+        out, _ = ring_attention(query, key, value, self._group_name)
         return out
 
 
-class _Ring(torch.autograd.Function):
-    """Forward and backward each take one trip of the keys and values around the ring.
+def attend_around(query: Tensor, key: Tensor, value: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Take the keys and values once around the ring.
 
-    In the backward their gradients travel behind them, in fp32, one block late so that this overlaps too.
+    Returns attention in the shape and type of `query`, and the logarithm of each query's sum of weights over the
+    whole sequence (batch, heads, sequence), fp32. Partial results are added up in fp32.
     """
+    assert query.stride(-1) == 1, (
+        "the operators read the values of a head from adjacent memory, whatever the strides"
+    )
+    out = query.new_zeros(query.shape, dtype=torch.float32)
+    logsumexp = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+    for block, keys, values in _visits(key, value, _resolve_process_group(GroupName(group_name))):
+        part = _attend(query[block.queries], keys[block.keys], values[block.keys], block.causal)
+        _merge(out[block.queries], logsumexp[block.queries], *part)
+    return out.to(query.dtype), logsumexp
 
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        out = query.new_zeros(query.shape, dtype=torch.float32)
-        logsumexp = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
-        for block, keys, values in _visits(key, value, group):
-            part = _attend(query[block.queries], keys[block.keys], values[block.keys], block.causal)
-            _merge(out[block.queries], logsumexp[block.queries], *part)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.group = group
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        (d_out,) = gradients
-        d_query = torch.zeros_like(query, dtype=torch.float32)
-        travelling: _Transfer | None = None
-        for block, keys, values in _visits(key, value, ctx.group):
-            rows = block.queries
-            dq, dk, dv = _attend_backward(
-                d_out[rows],
-                query[rows],
-                keys[block.keys],
-                values[block.keys],
-                out[rows],
-                logsumexp[rows],
-                block.causal,
-            )
-            d_query[rows] += dq
-            # What the ranks before have added up for the keys and values that are here now.
-            here = d_query.new_zeros((2, *key.shape)) if travelling is None else travelling.wait()
-            here[0][block.keys] += dk
-            here[1][block.keys] += dv
-            travelling = _pass_on(here, ctx.group)
-        assert travelling is not None
-        d_key, d_value = travelling.wait()
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None
+def attend_around_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """Take the keys, the values and their gradients once around the ring.
+
+    The gradients travel behind, in fp32, one block late so that this overlaps too. Returns the gradients of the query,
+    and of key and value as one tensor (2, the shape of `key`), in the types of these.
+    """
+    group = _resolve_process_group(GroupName(group_name))
+    d_query = torch.zeros_like(query, dtype=torch.float32)
+    travelling: _Transfer | None = None
+    for block, keys, values in _visits(key, value, group):
+        rows = block.queries
+        dq, dk, dv = _attend_backward(
+            d_out[rows],
+            query[rows],
+            keys[block.keys],
+            values[block.keys],
+            out[rows],
+            logsumexp[rows],
+            block.causal,
+        )
+        d_query[rows] += dq
+        # What the ranks before have added up for the keys and values that are here now.
+        here = d_query.new_zeros((2, *key.shape)) if travelling is None else travelling.wait()
+        here[0][block.keys] += dk
+        here[1][block.keys] += dv
+        travelling = _pass_on(here, group)
+    assert travelling is not None
+    return d_query.to(query.dtype), travelling.wait().to(key.dtype)
+
+
+# One operator each way: what has no name inside one could not be kept when a layer is computed again, and the compiler
+# would stop at each send and receive.
+ring_attention = torch.library.custom_op("trierarch::ring_attention", attend_around, mutates_args=())
+ring_attention_backward = torch.library.custom_op(
+    "trierarch::ring_attention_backward", attend_around_backward, mutates_args=()
+)
+OPERATOR = torch.ops.trierarch.ring_attention.default
+"""`ring_attention` as torch's dispatcher shows it to those who watch."""
+
+
+@ring_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@ring_attention_backward.register_fake
+def _(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, group_name: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), key.new_empty((2, *key.shape))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.group_name = inputs
+    ctx.set_materialize_grads(False)  # of the logarithms there is none
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, d_out: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+    d_query, d_key_value = ring_attention_backward(d_out, *ctx.saved_tensors, ctx.group_name)
+    d_key, d_value = d_key_value
+    return d_query, d_key, d_value, None
+
+
+ring_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch.nn.functional as F
@@ -131,7 +132,13 @@ def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
 
 def _compute_by(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> None:
     """Exchange what `module` computes, in place: hooks, names and parameters stay."""
-    module.forward = partial(function, module, *arguments)
+
+    def forward(module: nn.Module, x: Tensor) -> Any:
+        return function(module, *arguments, x)
+
+    # Equal methods of equal layers are the same to the compiler, while it tells partials apart: it would compile
+    # each layer anew, until at its limit it gave up.
+    module.forward = MethodType(forward, module)
 
 
 def _enter(stream: Stream, block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
