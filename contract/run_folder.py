@@ -53,6 +53,8 @@ class Event(StrEnum):
     NODE_FAILED = "node_failed"
     FINISHED = "finished"
     FAILED = "failed"
+    PRECISION_CHANGED = "precision_changed"
+    """Gradients add up in other types from now on."""
     WARNING = "warning"
 
 

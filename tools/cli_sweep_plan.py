@@ -122,7 +122,7 @@ def _tasks(
             config = composer.compose(overrides)
             config.run.name, config.run.root = name, str(folder.path)
             finish(config)
-            lay_out(config, ranks, settings.ranks_per_node)
+            lay_out(config, ranks, settings.ranks_per_node, on_gpus=settings.cluster.gpus_per_node > 0)
         except ConfigError as error:
             raise ConfigError(f"task {' '.join(overrides)}: {error}") from error
         choices = composer.choices(overrides)

@@ -16,6 +16,8 @@ from contract.run_folder import RunFolder
 from train.layout.config import ParallelConfig
 from train.layout.synonyms import IMPLIED, SYNONYMS
 from train.model.config import ModelConfig
+from train.offload.config import OffloadConfig, Tier
+from train.precision.config import Compute, PrecisionConfig
 
 LARGEST = 1e12
 """Bound of every number: beyond it, and for nan and inf, arithmetic further on would fail without a word."""
@@ -34,13 +36,6 @@ class Resume(StrEnum):
     """Continue; having none is an error."""
     never = "never"
     """Start at step 0; having any is an error, nothing is ever overwritten."""
-
-
-class Compute(StrEnum):
-    """The type in which matrix products are computed (weights and sums stay fp32)."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class Decay(StrEnum):
@@ -133,19 +128,6 @@ class OptimConfig:
 
 
 @dataclass
-class PrecisionConfig:
-    """Mixed precision."""
-
-    name: str = "bf16"
-    compute: Compute = Compute.bfloat16
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of a value of the type that matrix products are computed in."""
-        return 4 if self.compute is Compute.float32 else 2
-
-
-@dataclass
 class CheckpointConfig:
     """When to save and how much to keep."""
 
@@ -198,6 +180,7 @@ class TrainConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -206,6 +189,18 @@ class TrainConfig:
     def run_folder(self) -> RunFolder:
         """The folder of this run."""
         return RunFolder(Path(self.run.root) / self.run.name)
+
+    @property
+    def held(self) -> Compute:
+        """The type in which weights lie on their device between steps."""
+        if self.precision.parameters is not None:
+            return self.precision.parameters
+        return Compute.float32 if self.offload.optimizer is Tier.none else self.precision.compute
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer keeps fp32 weights of its own, beside those that compute."""
+        return self.offload.optimizer is not Tier.none or self.held is not Compute.float32
 
     def validate(self) -> None:
         """Check what must hold; raise `ConfigError` for the first thing that does not."""
@@ -260,6 +255,8 @@ class TrainConfig:
             _require(value <= 1e6, f"{path}={value}: must be at most 1e6")
         _require(bool(self.run.root.strip()), "run.root is empty: give a folder")
         self.parallel.validate()
+        self.precision.validate()
+        self.offload.validate()
         micro, total = self.parallel.micro_batch_size, self.loop.global_batch_size
         _require(
             total is not None or self.parallel.gradient_accumulation_steps is not None,
@@ -322,6 +319,7 @@ def finish(config: TrainConfig) -> TrainConfig:
     if config.run.init_from is not None:
         config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
     config.data.prefix = str(Path(config.data.prefix).expanduser().absolute())
+    config.offload.nvme_path = [str(Path(path).expanduser().absolute()) for path in config.offload.nvme_path]
     config.validate()
     return config
 

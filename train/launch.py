@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -32,10 +33,12 @@ from train.model.hf import read_hf
 from train.monitor.flops import peak_tflops
 from train.monitor.progress import ProgressLine, tell
 from train.monitor.recorder import Recorder
-from train.optim.adamw import build_optimizer
-from train.parallel.apply import build_engine, build_parts
-from train.parallel.fill import fill
+from train.offload.config import Tier
+from train.optim.adamw import AnyAdamW, build_optimizer
+from train.parallel.apply import Sharded, build_engine, build_parts
+from train.parallel.fill import draw
 from train.parallel.recompute import plan_of
+from train.precision.state import PrecisionState
 from train.resilience.owner import RunOwner, RunTakenError
 from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement, StopRequest
@@ -69,9 +72,18 @@ class Launch:
         self._claimed = False
         self._announced = False
         self._load_s = 0.0
+        self._opened = ExitStack()
+        """What has to be closed where `set_up` fails."""
 
     def set_up(self) -> Parts:
         """Build what the loop works with, restored from the newest checkpoint. Collective."""
+        try:
+            return self._set_up()
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def _set_up(self) -> Parts:
         config, device, world, limits = self._config, self._device, self._world, self._config.resilience
         beat(Phase.START)
         control = _cpu_group(limits.collective_timeout_s)
@@ -93,6 +105,7 @@ class Launch:
                 model=configs.compose.to_tree(config.model),
                 data=windows.fingerprint | _sample_order(config),
                 layout=asdict(dims) | {"zero": config.parallel.zero},
+                samples_per_step=config.loop.samples_per_step,
             ),
             keep_last=config.checkpoint.keep_last,
             check_owner=self.owner.check,
@@ -101,10 +114,19 @@ class Launch:
         together(control, lambda: self._check_fits(newest, checkpoints.manifest))
         # Random weights take minutes for a large model: only where nothing replaces them.
         fresh = newest is None and config.run.init_from is None
-        sharded = build_parts(config, mesh, device, config.seed if fresh else None)
-        optimizer = build_optimizer(sharded.parts, config.optim)
-        state = TrainState(sharded.parts, optimizer, config.model, rank=world.rank)
+        values = draw(config.model, config.seed) if fresh else None
+        sharded = together(control, lambda: self._build_parts(mesh))
+        optimizer = together(control, lambda: self._build_optimizer(sharded))
+        state = TrainState(
+            sharded.parts,
+            optimizer,
+            config.model,
+            rank=world.rank,
+            precision=PrecisionState.of(config.precision),
+        )
         seed_everything(config.seed, world.rank)
+        if values is not None:
+            state.fill(values)
         if newest is not None:
             beat(Phase.LOAD, newest.step)
             began_s = time.monotonic()
@@ -114,8 +136,9 @@ class Launch:
         elif not fresh:
             together(control, lambda: self._import_weights(state))
         loader = together(control, lambda: self._loader(windows, state, mesh))
-        together(control, lambda: self._announce(state, checkpoints, dims))
-        if self._leader and config.parallel.recompute is not Recompute.none:
+        together(control, lambda: self._announce(state, checkpoints, dims, newest))
+        offloads = config.offload.activations is not Tier.none
+        if self._leader and (offloads or config.parallel.recompute is not Recompute.none):
             tell(str(plan_of(config, mesh)))
 
         agreement = Agreement(control, self._request, config.checkpoint.every_minutes * 60)
@@ -135,6 +158,17 @@ class Launch:
             recorder=self._recorder(state) if self._leader else None,
             peak_flops=None if peak is None else peak * 1e12 * world.size,
         )
+
+    def _build_parts(self, mesh: Mesh) -> Sharded:
+        sharded = build_parts(self._config, mesh, self._device, None)
+        if sharded.shelved is not None:
+            self._opened.callback(sharded.shelved.close)
+        return sharded
+
+    def _build_optimizer(self, sharded: Sharded) -> AnyAdamW:
+        optimizer = build_optimizer(sharded.parts, self._config, self._device, sharded.shelved)
+        self._opened.callback(optimizer.close)
+        return optimizer
 
     def record_failure(self, error: BaseException) -> None:
         """Leave word of a failure in the run folder.
@@ -219,8 +253,7 @@ class Launch:
         folder = Path(self._config.run.init_from)
         shape, weights = read_hf(folder)
         _check_model(configs.compose.to_tree(shape), configs.compose.to_tree(self._config.model), str(folder))
-        for part in state.parts:
-            fill(part, self._config.model, lambda name, _, where: weights[name][where])
+        state.fill(lambda name, _, where: weights[name][where])
 
     def _recorder(self, state: TrainState) -> Recorder:
         done = state.step == self._config.loop.steps
@@ -244,7 +277,9 @@ class Launch:
             prefetch_batches=self._config.data.prefetch_batches,
         )
 
-    def _announce(self, state: TrainState, checkpoints: CheckpointStore, dims: ParallelDims) -> None:
+    def _announce(
+        self, state: TrainState, checkpoints: CheckpointStore, dims: ParallelDims, newest: Manifest | None
+    ) -> None:
         """Write down what this launch is about to do, and tidy up what earlier ones have left (rank 0)."""
         if self._leader:
             self.owner.settle()
@@ -258,6 +293,8 @@ class Launch:
         changes = (
             _changed_values(folder.config.read_text(), self._config_text) if folder.config.exists() else []
         )
+        if newest is not None:
+            changes += _changed_batch(newest.samples_per_step, self._config.loop.samples_per_step, changes)
         try:
             if not folder.config.exists() or changes:
                 temporary = folder.config.with_suffix(".tmp")
@@ -292,6 +329,8 @@ class Launch:
         tell(f"run {folder.name}: {_who_trains(self._world)}, on {_device_name(self._device)}")
         for note in unfortunate:
             tell(f"note: {note}")
+        if self._config.offload.delayed_update:
+            tell("each step computes with weights that are one update old (offload.delayed_update)")
         if state.step > 0:
             tell(f"continuing run {folder.name} from step {state.step}")
             for change in changes:
@@ -327,6 +366,16 @@ def _changed_values(before: str, after: str) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+def _changed_batch(before: int | None, now: int, told: list[str]) -> list[str]:
+    """Say that a step has another number of samples, unless `told` does: it may follow from the number of ranks.
+
+    `before` is None where it is not known.
+    """
+    if before in (None, now) or f"loop.global_batch_size={now} (was {before})" in told:
+        return []
+    return [f"a step has {now} samples (was {before})"]
 
 
 def _written(value: Any) -> str:

@@ -1,25 +1,30 @@
 """The training loop. Read this first: everything else is called from here."""
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from contract.errors import ReportedError, SaveError, UserError
 from contract.run_folder import Event, RunFolder
 from train.checkpoint.store import CheckpointStore
 from train.config import TrainConfig
-from train.data.loader import TrainLoader
+from train.data.loader import Batch, TrainLoader
 from train.evaluate import Evaluation, Evaluator
 from train.mesh import Mesh
 from train.model.config import flops_per_token
 from train.monitor.clock import StepClock
 from train.monitor.progress import ProgressLine
 from train.monitor.recorder import Recorder
+from train.optim.compact import CompactAdamW
 from train.optim.schedule import learning_rate
 from train.parallel.clip import clip_grad_norm
 from train.parallel.engine import Engine, mean_loss
 from train.parallel.tied import copied_heads
+from train.precision.adapt import look, use_types
+from train.precision.diagnose import diagnose
 from train.resilience.pulse import Phase, beat
 from train.resilience.stop import Agreement
 from train.state import TrainState
@@ -50,8 +55,9 @@ class Parts:
     """Of all devices together, FLOP/s."""
 
     def close(self) -> None:
-        """End the reader's thread and write out metrics."""
+        """End the threads, free what lies on disks, and write out metrics."""
         self.loader.close()
+        self.state.optimizer.close()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -69,7 +75,10 @@ def train(parts: Parts) -> Outcome:
     """Train from where `parts.state` stands to the last step."""
     config, state, optimizer = parts.config, parts.state, parts.state.optimizer
     steps, global_batch_size = config.loop.steps, config.loop.samples_per_step
-    parameters, copies = list(state.parts.parameters()), copied_heads(state.parts)
+    copies = copied_heads(state.parts)
+    scale, dynamic = state.precision.scale, state.precision.dynamic
+    if dynamic is not None:
+        use_types(state.parts, dynamic)
     clock = StepClock(state.step)
     first = state.step
     while state.step < steps:
@@ -79,13 +88,18 @@ def train(parts: Parts) -> Outcome:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        loss = parts.engine.train(next(parts.loader).micro_batches)
-        grad_norm = clip_grad_norm(parameters, config.loop.clip_norm, parts.mesh, copies)
-        optimizer.step()
+        micro_batches = next(parts.loader).micro_batches
+        loss = parts.engine.train(micro_batches, scale.value)
+        grad_norm = clip_grad_norm(optimizer, config.loop.clip_norm, parts.mesh, copies, scale.value)
+        if scale.passes(grad_norm):
+            optimizer.step()
+        elif scale.exhausted:
+            _give_up(parts, micro_batches)
         optimizer.zero_grad()
         state.step += 1
         state.samples += global_batch_size
         state.tokens += global_batch_size * config.data.sequence_length
+        _follow_phase(parts, loss, copies)
 
         last = state.step == steps
         decision = parts.agreement.decide()
@@ -115,6 +129,7 @@ def train(parts: Parts) -> Outcome:
 
 def evaluate(parts: Parts) -> Evaluation | None:
     """Evaluate and record; None when there is nothing to evaluate on or a stop was requested meanwhile."""
+    parts.state.optimizer.finish()
     evaluation = parts.evaluator.run(parts.engine)
     if evaluation is not None and parts.recorder is not None:
         parts.recorder.log(parts.state.step, evaluation.as_metrics())
@@ -123,7 +138,7 @@ def evaluate(parts: Parts) -> Evaluation | None:
 
 def _refuse_divergence(parts: Parts, grad_norm: float) -> None:
     """End the run before weights that are no numbers reach a checkpoint; the norm is the same on all ranks."""
-    if math.isfinite(grad_norm):
+    if math.isfinite(grad_norm) or parts.state.precision.scale.active:  # which has skipped the step
         return
     steps = parts.run.published_steps()
     newest = f"continue from step_{steps[-1]}" if steps else "start again"
@@ -132,6 +147,45 @@ def _refuse_divergence(parts: Parts, grad_norm: float) -> None:
         "optim.lr, a longer optim.warmup_steps or a smaller loop.clip_norm"
     )
     raise _on_all_ranks(parts, UserError(sentence))
+
+
+def _give_up(parts: Parts, micro_batches: Sequence[Batch]) -> None:
+    """End a run in which no loss scale gives gradients that float16 can hold."""
+    state, config = parts.state, parts.config.precision
+    state.optimizer.finish()
+    where = diagnose(state.parts, state.optimizer, parts.engine, micro_batches)
+    sentence = (
+        f"{config.loss_scale_patience} steps in a row, up to step {state.step + 1}, have no finite gradients even at "
+        f"the smallest loss scale, {config.loss_scale_min:g}: {where}: choose precision=bf16, or a lower optim.lr"
+    )
+    raise _on_all_ranks(parts, UserError(sentence))
+
+
+def _follow_phase(parts: Parts, loss: Tensor, copies: Collection[Tensor]) -> None:
+    """With precision.dynamic give gradients the types that suit this phase of the training."""
+    state = parts.state
+    dynamic = state.precision.dynamic
+    if dynamic is None:
+        return
+    assert isinstance(state.optimizer, CompactAdamW)
+    dynamic.observe(mean_loss(loss, parts.mesh))
+    if not dynamic.due(state.step):
+        return
+    reason = look(state.precision, state.parts, state.optimizer, parts.config, parts.mesh, copies)
+    if reason is None:
+        return
+    types = dynamic.types
+    if parts.recorder is not None:
+        parts.run.try_event(
+            Event.PRECISION_CHANGED,
+            step=state.step,
+            accumulate=types.accumulate.value,
+            reduce=types.reduce.value,
+            reason=reason,
+        )
+    parts.progress.say(
+        f"gradients add up in {types.accumulate.value} from step {state.step + 1} on: {reason}"
+    )
 
 
 def _on_all_ranks(parts: Parts, error: UserError) -> UserError:
@@ -172,17 +226,18 @@ def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: fl
     config = parts.config
     tokens_per_s = config.loop.samples_per_step * config.data.sequence_length / step_time_s
     parts.progress.logged(parts.state.step, loss, tokens_per_s)
-    further = parts.engine.metrics()
+    further = parts.engine.metrics() | parts.state.optimizer.metrics()
     if parts.recorder is None:
         return
     values = {
         "loss": loss,
-        "grad_norm": grad_norm,
+        **({"grad_norm": grad_norm} if math.isfinite(grad_norm) else {}),  # a skipped step has none
         "lr": lr,
         "tokens": parts.state.tokens,
         "tokens_per_s": tokens_per_s,
         "step_time_s": step_time_s,
         **further,
+        **parts.state.precision.metrics(),
     }
     if parts.peak_flops is not None:
         flops = tokens_per_s * flops_per_token(config.model, config.data.sequence_length)

@@ -5,6 +5,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -68,12 +69,14 @@ def _whole_model(parts: Parts) -> nn.Module | None:
 
 def _sample(parts: Parts, model: nn.Module, windows: TokenWindows, tokenizer: Tokenizer) -> str:
     prompt = windows.targets(1)[:PROMPT_TOKENS]
-    drawn = sample(
-        model,
-        prompt.tolist(),
-        SAMPLE_TOKENS,
-        context=parts.config.data.sequence_length,
-        seed=parts.config.seed,
-        stop_at=tokenizer.eod_id,
-    )
+    # Compiled layers would be compiled anew while the text grows.
+    with torch.compiler.set_stance("force_eager"):
+        drawn = sample(
+            model,
+            prompt.tolist(),
+            SAMPLE_TOKENS,
+            context=parts.config.data.sequence_length,
+            seed=parts.config.seed,
+            stop_at=tokenizer.eod_id,
+        )
     return f"{tokenizer.decode(prompt)}[...]{tokenizer.decode(drawn)}"

@@ -101,13 +101,12 @@ def ours(case: Case) -> Step:
     """A step of the trainer."""
     dims = lay_out(case.config, RANKS)
     sharded = build_parts(case.config, Mesh.build(dims, "cpu"), CPU, seed=1)
-    optimizer = build_optimizer(sharded.parts, case.config.optim)
+    optimizer = build_optimizer(sharded.parts, case.config, CPU)
     engine = build_engine(sharded, case.config, CPU)
-    parameters = list(sharded.parts.parameters())
 
     def step() -> None:
         engine.train(case.batches)
-        clip_grad_norm(parameters, 1.0, sharded.mesh)
+        clip_grad_norm(optimizer, 1.0, sharded.mesh)
         optimizer.step()
         optimizer.zero_grad()
 
