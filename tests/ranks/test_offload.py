@@ -52,10 +52,10 @@ def left(folder: Path, name: str, step: int = STEPS) -> dict[str, Tensor]:
     [
         (2, "zero=1 gradient_accumulation_steps=2 precision=bf16"),
         (2, "zero=3 gradient_accumulation_steps=2 precision=fp32"),
-        pytest.param(1, "gradient_accumulation_steps=2 precision=bf16", marks=pytest.mark.slow),
+        pytest.param(1, "gradient_accumulation_steps=2 precision=bf16", marks=pytest.mark.chaos),
         pytest.param(2, "zero=0 precision=bf16", marks=pytest.mark.slow),
-        pytest.param(2, "zero=2 precision=bf16 model.tie_embeddings=true", marks=pytest.mark.slow),
-        pytest.param(4, "zero=2 dp_replicate=2 micro_batch_size=1 precision=bf16", marks=pytest.mark.slow),
+        pytest.param(2, "zero=2 precision=bf16 model.tie_embeddings=true", marks=pytest.mark.chaos),
+        pytest.param(4, "zero=2 dp_replicate=2 micro_batch_size=1 precision=bf16", marks=pytest.mark.chaos),
         pytest.param(4, "zero=3 tp=2 precision=bf16", marks=pytest.mark.slow),
         pytest.param(4, "zero=2 pp=2 micro_batch_size=1 schedule=zbv precision=fp32", marks=pytest.mark.slow),
         pytest.param(
