@@ -2,12 +2,12 @@
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from harness.disks import mounted
 from harness.offload import COMMON, STEPS, assert_same, left_by, opened
 from harness.pool import Ranks, RanksError
 from harness.toy import toy_overrides, train_toy
@@ -166,15 +166,8 @@ def test_killed_in_the_middle_of_a_swap_it_goes_on_from_the_checkpoint(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MB."""
-    if os.getuid() != 0:
-        pytest.skip("only root can mount a small file system")
-    path = tmp_path / "disk"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", path], check=True)
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "tmpfs") as folder:
+        yield folder
 
 
 @pytest.mark.req("C6", "C7")

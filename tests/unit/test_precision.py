@@ -232,6 +232,8 @@ def test_a_table_looks_like_a_matrix_to_a_lookup_and_its_gradient() -> None:
     assert torch.equal(rows, table.decode()[tokens]) and rows.dtype is torch.float32
     rows.sum().backward()
     assert weight.grad is not None and weight.grad.sum(1).tolist() == [0, 8, 0, 16, 0, 0, 0, 0, 0, 8]
+    with pytest.raises(RuntimeError, match=r"a table held in int8 has no aten\.mm"):
+        table @ plain.T
 
 
 @given(seed=st.integers(0, 10**6), columns=st.integers(1, 40), power=st.integers(-30, 30))

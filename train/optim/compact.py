@@ -12,13 +12,13 @@ from train.checkpoint.stored import Path, ReadInto, Stored
 from train.config import TrainConfig
 from train.offload.buckets import Slot, local, make_buckets, slots
 from train.optim.blocks import BLOCK, Blocks
+from train.optim.tree import paths, stand_ins
 from train.parallel.fill import Read, local_part
 from train.precision.config import Moments
 from train.precision.rows import Rows
 
 CHUNK = 1 << 20
 """Elements, or a little more, of which copies in fp32 exist at a time."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Numbers:
@@ -72,7 +72,7 @@ class Kept:
 
     @property
     def numbers(self) -> tuple[Numbers, Numbers, Numbers]:
-        """The weight, and the moments in the order of MOMENTS."""
+        """The weight, and the moments in the order of `tree.MOMENTS`."""
         return self.weight, self.first, self.second
 
     def whole(self, row: int) -> Tensor:
@@ -183,20 +183,13 @@ class CompactAdamW(torch.optim.Optimizer):
 
         Tensors have their shape and place in the layout, but no values: `stored` has them, in fp32.
         """
-        weights: dict[str, Any] = {}
-        moments: dict[str, Any] = {}
-        for slot in (kept.slot for kept in self.kept):
-            place = slot.like(torch.empty(slot.size, device="meta"))
-            weights[slot.name] = place
-            moments[slot.name] = {"step": torch.tensor(float(self._steps))} | dict.fromkeys(MOMENTS, place)
-        return weights, moments
+        return stand_ins((kept.slot for kept in self.kept), self._steps)
 
     def stored(self) -> dict[Path, Stored]:
         """The values of `whole_state`, by path in a checkpoint; until the next step."""
         found: dict[Path, Stored] = {}
         for order, kept in enumerate(self.kept):
-            name = kept.slot.name
-            for row, path in enumerate((("model", name), *(("optimizer", name, kind) for kind in MOMENTS))):
+            for row, path in enumerate(paths(kept.slot.name)):
                 found[path] = Stored(order, partial(_read, kept, row))
         return found
 

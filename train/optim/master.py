@@ -18,11 +18,11 @@ from train.offload.states import States
 from train.offload.telemetry import Telemetry
 from train.offload.update import Progress, Worker
 from train.offload.weights import Weights
+from train.optim.tree import paths, stand_ins
 from train.parallel.fill import Read, local_part
 
 CHUNK = 1 << 18
 """Elements that a CPU takes through the update at a time: what one pass leaves for the next stays in its cache."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -226,21 +226,14 @@ class MasterAdamW(torch.optim.Optimizer):
         Tensors have their shape and place in the layout, but no values: `stored` has them.
         """
         self.finish()
-        weights: dict[str, Any] = {}
-        moments: dict[str, Any] = {}
-        for slot in slots(self._buckets):
-            place = slot.like(torch.empty(slot.size, device="meta"))
-            weights[slot.name] = place
-            moments[slot.name] = {"step": torch.tensor(float(self._steps))} | dict.fromkeys(MOMENTS, place)
-        return weights, moments
+        return stand_ins(slots(self._buckets), self._steps)
 
     def stored(self) -> dict[Path, Stored]:
         """The values of `whole_state`, by path in a checkpoint; until the next step."""
         found: dict[Path, Stored] = {}
         for index, bucket in enumerate(self._buckets):
             for slot in bucket:
-                paths = [("model", slot.name), *(("optimizer", slot.name, kind) for kind in MOMENTS)]
-                for row, path in enumerate(paths):
+                for row, path in enumerate(paths(slot.name)):
                     found[path] = Stored(index, partial(self._read, index, slot, row))
         return found
 

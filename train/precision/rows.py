@@ -59,7 +59,8 @@ class Rows(Tensor):
     ) -> Any:
         """See torch: all that may be done with it."""
         if func not in _OPERATORS:
-            raise NotImplementedError(f"{func} of a table held in int8")
+            # The few that a lookup, fully_shard and a checkpoint need are there; any other would decode the table.
+            raise RuntimeError(f"a table held in int8 has no {func}")
         return _OPERATORS[func](func, args, kwargs or {})
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], None]:
