@@ -89,7 +89,7 @@ def test_a_job_killed_in_mid_write_is_cleared_away_and_a_living_one_is_not(tmp_p
             store.allocate("all", 1 << 20)
             store.open()
             (line,) = said
-            assert line.startswith(f"freed 0.02 GB in {tmp_path} ") and "runs/killed" in line
+            assert line.startswith(f"freed 0.02 GB in {tmp_path} ") and "runs/killed, job " in line
             assert (folders["killed"] / "blocks.bin").stat().st_size == 1 << 20
         assert list(tmp_path.iterdir()) == [folders["living"]]
         assert living.poll() is None

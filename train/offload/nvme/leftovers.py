@@ -123,7 +123,8 @@ def clear_leftovers(parent: Path, host: str, tell: Callable[[str], None]) -> Non
         about = _owner_of(folder)
         freed = _remove_if_dead(folder, host)
         if freed is not None:
-            tell(f"freed {freed / 1e9:.2f} GB in {parent} that a process has left which is dead ({about})")
+            whose = ", ".join(f"{name} {about.get(name, 'unknown')}" for name in ("run", "job", "rank"))
+            tell(f"freed {freed / 1e9:.2f} GB in {parent} that a process has left which is dead ({whose})")
 
 
 def _folders(parent: Path) -> list[Path]:
