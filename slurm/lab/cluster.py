@@ -234,7 +234,8 @@ class Lab:
 
     def _check_alive(self, names: list[str], deadline: float) -> None:
         """Raise UserError if one of the daemons has ended or the time is over."""
-        dead = sorted(set(names) - processes.daemons(self.folder).keys())
+        living = processes.daemons(self.folder)
+        dead = [name for name in names if name not in living]
         if dead:
             raise UserError(f"{dead[0]} of the lab ended at once ({self._last_words(dead[0])}).")
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """What offloading the optimizer costs: the update itself, and a step of training with it.
 
-    python tests/bench/offload.py update [--parameters 4e7] [--rounds 9] [--cpu-time]
-    python tests/bench/offload.py step [--model llama_3m] [--rounds 9] [--nvme FOLDER]
+    python tests/bench/offload.py [update|step] [--rounds 9] [--cpu-time] [--parameters 4e7] [--model llama_3m]
+                                  [--nvme FOLDER]
 
 `update`: parameters/s of our update (gradients in bf16 and fp32, fp32 weight and moments, bf16 weight out) on one
 thread, beside DeepSpeedCPUAdam with the copies that DeepSpeed makes around it (at least 1.2 x is wanted) and beside
@@ -51,11 +51,11 @@ Turn = Callable[[], object]
 
 
 def main() -> None:
-    """Measure one of the two."""
+    """Measure one of the two, or both."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["update", "step"])
+    parser.add_argument("what", nargs="?", choices=["update", "step"])
     parser.add_argument("--parameters", type=float, default=4e7)
     parser.add_argument("--model", default="llama_3m")
     parser.add_argument("--nvme", type=Path, help="folder of a local disk; a temporary one by default")
@@ -64,8 +64,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    if options.what == "update":
+    if options.what != "step":
         compare_updates(int(options.parameters), options.rounds, clock)
+    if options.what == "update":
         return
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         compare_steps(options.model, Path(folder), options.rounds, clock)
