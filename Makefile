@@ -44,7 +44,7 @@ test-quick: $(VENV)/.dev  ## The tests that need no Slurm and little time
 chaos: $(VENV)/.dev  ## Long runs: random faults, and more layouts
 	$(BIN)/python -m pytest -m chaos
 
-bench: $(VENV)/.dev  ## Measure: ratios against a peer in the same run
+bench: $(VENV)/.dev $(DATA).idx  ## Measure: ratios against a peer in the same run
 	for bench in tests/bench/*.py; do echo "== $$bench" && $(BIN)/python $$bench || exit 1; done
 
 check: $(VENV)/.dev  ## ruff and mypy

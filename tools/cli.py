@@ -64,6 +64,7 @@ def train(
     from slurm.launch import local_gpus, mpi_command
     from slurm.runs.find import refuse_sweep
     from train.config import load_config
+    from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
 
     if dry_run:
@@ -94,7 +95,7 @@ def train(
         return
     command = [sys.executable, "-m", "train", *(overrides or [])]
     count = ranks or max(1, local_gpus())
-    lay_out(config, count, count)
+    lay_out(with_vocabulary(config), count, count, on_gpus=local_gpus() > 0)
     argv, environment = mpi_command(count, command)
     print(f"run {config.run.name}: starting {count} rank{'s' * (count > 1)}", flush=True)
     stop_signal = signal.Signals[config.resilience.stop_signal]
@@ -114,7 +115,9 @@ def submit(
     from slurm.submit import submit as submit_run
     from tools.data_check import missing_data
     from train.config import load_config
+    from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
+    from train.layout.memory import heaviest, lines
     from train.layout.notes import notes
 
     where: list[str] = []
@@ -124,9 +127,14 @@ def submit(
     config = load_config(what)
     settings = load_submit(where)
     ranks = settings.job.nodes * settings.ranks_per_node
-    dims = lay_out(config, ranks, settings.ranks_per_node, on_gpus=settings.cluster.gpus_per_node > 0)
+    on_gpus = settings.cluster.gpus_per_node > 0
+    sized = with_vocabulary(config)
+    dims = lay_out(sized, ranks, settings.ranks_per_node, on_gpus)
     for note in [*missing_data([config.data.prefix]), *notes(config, dims, settings.ranks_per_node)]:
         print(f"note:  {note}", file=sys.stderr)
+    if config.offload.is_used and sized.model.vocab_size is not None:
+        rank, kept = heaviest(sized, dims, "cuda" if on_gpus else "cpu")
+        print("\n".join(lines(rank, kept, config.offload)), file=sys.stderr)
     submission = submit_run(config.run_folder, to_yaml(config), settings, dry_run=dry_run)
     if dry_run:
         print(submission.script, end="")

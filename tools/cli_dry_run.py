@@ -8,6 +8,7 @@ from contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from train.dry_run import DryRun
+    from train.offload.config import OffloadConfig
 
 _ROWS = {
     "parameters": "parameters",
@@ -38,11 +39,12 @@ def show_dry_run(
     from train.config import load_config
     from train.dry_run import dry_run
 
-    found = dry_run(load_config(overrides), count, rank, ranks_per_node)
+    config = load_config(overrides)
+    found = dry_run(config, count, rank, ranks_per_node)
     if as_json:
         print(json.dumps(found.as_tree(), indent=2))
         return
-    _print(found, count)
+    _print(found, config.offload, count)
 
 
 def _count(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> int:
@@ -62,7 +64,7 @@ def _count(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> 
     return nodes * ranks_per_node
 
 
-def _print(found: "DryRun", ranks: int) -> None:
+def _print(found: "DryRun", offload: "OffloadConfig", ranks: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -78,6 +80,10 @@ def _print(found: "DryRun", ranks: int) -> None:
         sizes = (getattr(one, name) for one in (found.built, found.reckoned, found.reckoned_on_gpu))
         table.add_row(words, *(f"{size / 1e9:.3f}" for size in sizes))
     console.print(table)
+    from train.layout.memory import lines
+
+    console.print("by formula, on a GPU, with what single layers need for a while:")
+    console.print("\n".join(lines(found.rank, found.on_gpu, offload)), markup=False)
     count = found.micro_batches_in_flight
     if count > 1:
         console.print(f"activations are those of {count} micro-batches, which are under way at once")

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,25 +46,34 @@ def layout(
     """Show a layout: which rank holds what, which group spans nodes, and how much each sends in a step."""
     from configs.compose import key_of
     from train.config import load_config
+    from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
+    from train.layout.memory import heaviest, lines, memory
 
     where: list[str] = []
     what: list[str] = []
     for override in overrides or []:
         (where if key_of(override).split(".")[0] in ("cluster", "job") else what).append(override)
-    config = load_config(what)
+    config = with_vocabulary(load_config(what))
     nodes, ranks_per_node = _machine(where, nodes, ranks_per_node)
     dims = lay_out(config, nodes * ranks_per_node, ranks_per_node)
     if rank is not None and rank >= dims.ranks:
         raise ConfigError(f"--rank {rank}: the ranks are 0 to {dims.ranks - 1}")
     picture = draw(config, dims, ranks_per_node, rank)
+    fullest, kept = (
+        heaviest(config, dims, "cuda") if rank is None else (rank, memory(config, dims, rank, "cuda"))
+    )
     if as_json:
-        print(json.dumps(dataclasses.asdict(picture), indent=1))
+        kept_bytes = {role.name: dataclasses.asdict(sizes) for role, sizes in kept.items()}
+        facts = {**dataclasses.asdict(picture), "memory": {"rank": fullest, "bytes": kept_bytes}}
+        print(json.dumps(facts, indent=1))
         return
     from tools.layout_picture import render
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     print(render(picture, width), end="")
+    print("Memory on a GPU" + ", of the rank that keeps most" * (rank is None))
+    print("\n".join(lines(fullest, kept, config.offload)))
 
 
 def _machine(where: list[str], nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:
@@ -88,13 +96,19 @@ def _machine(where: list[str], nodes: int | None, ranks_per_node: int | None) ->
 def draw(config: "TrainConfig", dims: "ParallelDims", ranks_per_node: int, rank: int | None) -> "Picture":
     """Collect what there is to see of a layout that `lay_out` has passed; of `rank` alone if one is given."""
     from tools.layout_picture import Picture, count
-    from train.layout.check import micro_batches
+    from train.layout.batch import micro_batches
     from train.layout.holding import holdings
+    from train.layout.memory import state_bytes
     from train.layout.notes import notes
     from train.model.config import parameter_count
 
     found = notes(config, dims, ranks_per_node)
-    _settle_vocabulary(config, found)
+    if config.model.vocab_size is None:
+        config.model.vocab_size = 0
+        found.append(
+            "the embedding and the head are left out, since model.vocab_size is null and there is no data at "
+            f"data.prefix={config.data.prefix} to take it from"
+        )
     shown = range(dims.ranks) if rank is None else [rank]
     steps = micro_batches(config, dims)
     samples, length = config.loop.samples_per_step, config.data.sequence_length
@@ -112,30 +126,16 @@ def draw(config: "TrainConfig", dims: "ParallelDims", ranks_per_node: int, rank:
         ranks=dims.ranks,
         ranks_per_node=ranks_per_node,
         seen_from=rank or 0,
-        places=[_place(one, ranks_per_node) for one in holdings(config, dims, shown)],
+        places=[
+            _place(one, ranks_per_node, state_bytes(config, dims, one))
+            for one in holdings(config, dims, shown)
+        ],
         groups=_groups(config, dims, ranks_per_node, rank or 0),
         notes=found,
     )
 
 
-def _settle_vocabulary(config: "TrainConfig", notes: list[str]) -> None:
-    """Fill in a vocabulary that is to come from the data, if the data is there."""
-    if config.model.vocab_size is not None:
-        return
-    from train.model.config import padded_vocabulary
-
-    try:
-        facts = json.loads(Path(f"{config.data.prefix}.json").read_text(encoding="utf-8"))
-        config.model.vocab_size = padded_vocabulary(facts["vocab_size"])
-    except (OSError, ValueError, KeyError):
-        config.model.vocab_size = 0
-        notes.append(
-            "the embedding and the head are left out, since model.vocab_size is null and there is no data at "
-            f"data.prefix={config.data.prefix} to take it from"
-        )
-
-
-def _place(one: "Holding", ranks_per_node: int) -> "Place":
+def _place(one: "Holding", ranks_per_node: int, state_bytes: int) -> "Place":
     from tools.layout_picture import Place
 
     return Place(
@@ -152,7 +152,7 @@ def _place(one: "Holding", ranks_per_node: int) -> "Place":
         positions=one.positions,
         parameters=one.parameters,
         sharers=one.sharers,
-        state_bytes=one.state_bytes,
+        state_bytes=state_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from contract.sweep import SweepFolder
 from slurm.settings import SubmitConfig, load_submit
 from slurm.sweeps.tasks import PlannedTask, SweepPlan
 from train.config import TrainConfig, finish
+from train.data.vocabulary import with_vocabulary
 from train.layout.check import lay_out
 
 WHERE = ("cluster", "job")
@@ -122,7 +123,12 @@ def _tasks(
             config = composer.compose(overrides)
             config.run.name, config.run.root = name, str(folder.path)
             finish(config)
-            lay_out(config, ranks, settings.ranks_per_node, on_gpus=settings.cluster.gpus_per_node > 0)
+            lay_out(
+                with_vocabulary(config),
+                ranks,
+                settings.ranks_per_node,
+                on_gpus=settings.cluster.gpus_per_node > 0,
+            )
         except ConfigError as error:
             raise ConfigError(f"task {' '.join(overrides)}: {error}") from error
         choices = composer.choices(overrides)

@@ -38,8 +38,8 @@ class Place:
     """Before ZeRO shares them."""
     sharers: int
     """Ranks that share the state of these parameters."""
-    state_bytes: float
-    """Weights and moments that it keeps between two steps."""
+    state_bytes: int
+    """Weights and the optimizer's state that it keeps between two steps."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _holdings(picture: Picture) -> "Table":
         key = (*place.layers, place.has_embedding, place.has_head, place.hidden_units, place.vocabulary)
         alike[key] += 1
         first.setdefault(key, place)
-    title = "A rank holds (state: weights and moments of the optimizer in fp32, between two steps)"
+    title = "A rank holds (state: weights and the optimizer's state, between two steps)"
     heads = ("who", "layers", "heads q/kv", "MLP units", "vocabulary", "tokens", "parameters", "state")
     table = _table(*heads, right=range(2, 8), title=title)
     for key, place in first.items():

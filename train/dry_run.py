@@ -4,51 +4,56 @@ The very code that a training runs builds and shards the model; only the process
 shapes but no memory.
 """
 
+import copy
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from contract.errors import ConfigError
 from train.config import TrainConfig
 from train.data.loader import Batch
 from train.data.metadata import Metadata
 from train.layout.activations import StageLayers, boundary_bytes, stages_of_rank
-from train.layout.check import lay_out, micro_batches
+from train.layout.batch import micro_batches
+from train.layout.check import lay_out
 from train.layout.dims import ParallelDims
-from train.layout.holding import holdings, units
+from train.layout.holding import zero_of_gradients
 from train.layout.in_flight import in_flight, received_early, splits_backward
+from train.layout.memory import TIERS, Memory, Role, accumulates, memory
 from train.layout.recompute import most_bytes, plan
-from train.layout.stages import schedule_of
 from train.mesh import Mesh
 from train.model.config import padded_vocabulary
 from train.model.llama import Llama
-from train.monitor.live_bytes import LiveBytes, local_bytes, storages
+from train.monitor.live_bytes import LiveBytes, local, local_bytes, storages
+from train.offload.buckets import elements, make_buckets
 from train.offload.config import Tier
+from train.offload.states import KINDS
 from train.optim.adamw import build_optimizer
+from train.optim.compact import CompactAdamW
 from train.parallel.apply import materialise, shape_parts
 from train.parallel.context import own_share
-from train.parallel.data import accumulate, is_sharded
+from train.parallel.data import accumulate
 from train.parallel.stage import Boundary, run_part
 from train.parallel.tensor import loss_context, vocabulary_loss
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank."""
+    """Bytes of one rank, wherever they are kept."""
 
     parameters: int
     """Weights at rest, as the optimizer sees them."""
     gradients: int
     """When the optimizer steps."""
     optimizer: int
+    """Moments, and weights in fp32 beside those that compute in another type."""
     accumulated: int
     """Whole gradients that add up until the last micro-batch of a step, where ZeRO stages 0 and 1 reduce them."""
     gathered: int
@@ -82,6 +87,8 @@ class DryRun:
     """By arithmetic, for the same."""
     reckoned_on_gpu: Held
     """By arithmetic, where norms have a kernel of their own."""
+    on_gpu: Memory
+    """The same, and what single layers need for a while, by where it is."""
 
     def as_tree(self) -> dict[str, Any]:
         """Return plain data, totals included."""
@@ -89,6 +96,10 @@ class DryRun:
         for name in ("built", "reckoned", "reckoned_on_gpu"):
             tree[name] = {f"{key}_bytes": value for key, value in tree[name].items()}
             tree[name]["total_bytes"] = getattr(self, name).total
+        tree["on_gpu"] = {
+            role.name: {f"{tier}_bytes": getattr(sizes, tier) for tier in TIERS}
+            for role, sizes in self.on_gpu.items()
+        }
         return tree
 
 
@@ -102,17 +113,6 @@ def dry_run(config: TrainConfig, ranks: int, rank: int = 0, ranks_per_node: int 
         config.model.vocab_size = padded_vocabulary(Metadata.read(Path(config.data.prefix)).vocab_size)
     config.model.check_sequence_length(config.data.sequence_length)
     dims = lay_out(config, ranks, ranks_per_node)
-    for name in ("parameters", "activations"):
-        if getattr(config.offload, name) is not Tier.none:
-            raise ConfigError(
-                f"offload.{name}: a dry run makes nothing in memory of the host or on disks, leave it out to see what "
-                "a device would hold without it"
-            )
-    if config.precision.compact:
-        raise ConfigError(
-            "a dry run reckons with weights, moments and gradients in fp32: leave precision.accumulate, reduce, "
-            "embedding, optimizer_state and dynamic out"
-        )
     # It explains at length how a tensor travels over two axes, for every parameter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -128,72 +128,57 @@ def _look(config: TrainConfig, dims: ParallelDims, rank: int) -> DryRun:
     times = in_flight(config.parallel, pp_rank, steps)
     splits = dims.pp > 1 and splits_backward(config.parallel)
     shaped = shape_parts(config, mesh)
+    still = _without_moving(config)
     # What is compiled cannot be looked into; it keeps no more.
     with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
-        sharded = materialise(shaped, config, mesh, device, seed=None)
-        optimizer = build_optimizer(sharded.parts, config, device)
+        sharded = materialise(shaped, still, mesh, device, seed=None)
         accumulated = gathered = 0
         kept, halfway = [], []
         stages = stages_of_rank(config, dims, pp_rank)
         for part, stage in zip(sharded.parts, stages, strict=True):
             assert isinstance(part, Llama)
             # The first stage does its whole backward in the second half.
-            half_bytes = _half_backward(part, config, mesh) if splits and not stage.first else 0
-            if _accumulates(config, dims):
+            half_bytes = _half_backward(part, still, mesh) if splits and not stage.first else 0
+            if accumulates(config, dims):
                 with LiveBytes() as live:
-                    _forward_backward(part, stage, config, mesh, last=False)
+                    _forward_backward(part, stage, still, mesh, last=False)
                 accumulated += live.count(without=part.parameters())
-            more = _forward_backward(part, stage, config, mesh, last=True)
+            more = _forward_backward(part, stage, still, mesh, last=True)
             gathered += more[0]
             kept.append(more[1])
             halfway.append(half_bytes - kept[-1] if half_bytes else 0)
         parameters = list(sharded.parts.parameters())
         gradients = local_bytes(p.grad for p in parameters if p.grad is not None)
-        optimizer.step()
-        moments = [value for state in optimizer.state.values() for value in state.values()]
         built = Held(
             parameters=local_bytes(parameters),
             gradients=gradients,
-            optimizer=local_bytes(value for value in moments if isinstance(value, Tensor)),
+            optimizer=_optimizer_bytes(sharded.parts, still, device),
             accumulated=accumulated,
             gathered=gathered,
             activations=most_bytes(times, kept, halfway)
             + received_early(config.parallel) * boundary_bytes(config, dims),
         )
-    planned, on_gpu = (plan(config, dims, pp_rank, steps, device_type) for device_type in ("cpu", "cuda"))
+    on_gpu = memory(config, dims, rank, "cuda")
     return DryRun(
         layout=str(dims),
         rank=rank,
         coordinates=dims.coordinates(rank),
         layers=[number for stage in stages for number in stage.layers],
-        parameters=built.parameters // 4,
+        parameters=sum(local(parameter).numel() for parameter in parameters),
         micro_batches_in_flight=max(max(time.kept) for time in times),
-        recompute=str(planned),
+        recompute=str(plan(config, dims, pp_rank, steps, "cpu")),
         built=built,
-        reckoned=_reckon(config, dims, rank, planned.kept_bytes),
-        reckoned_on_gpu=_reckon(config, dims, rank, on_gpu.kept_bytes),
+        reckoned=_reckon(memory(config, dims, rank, "cpu")),
+        reckoned_on_gpu=_reckon(on_gpu),
+        on_gpu=on_gpu,
     )
-
-
-def _accumulates(config: TrainConfig, dims: ParallelDims) -> bool:
-    """Whether gradients add up apart from those that the optimizer sees: whole ones, before they are reduced."""
-    # Plain replicas add theirs up where they reduce them.
-    return (
-        is_sharded(config, dims) and _zero_of_gradients(config, dims) < 2 and micro_batches(config, dims) > 1
-    )
-
-
-def _zero_of_gradients(config: TrainConfig, dims: ParallelDims) -> int:
-    """The ZeRO stage as far as gradients go: whole ones wait for the end of a step where a backward is split."""
-    split = dims.pp > 1 and schedule_of(config.parallel).splits_backward
-    return min(config.parallel.zero, 1) if split else config.parallel.zero
 
 
 def _forward_backward(
     part: Llama, stage: StageLayers, config: TrainConfig, mesh: Mesh, last: bool
 ) -> tuple[int, int]:
     """Take a micro-batch through a part; returns bytes of gathered weights and of activations in between."""
-    with accumulate(part, _zero_of_gradients(config, mesh.dims), last), loss_context(config, mesh):
+    with accumulate(part, zero_of_gradients(config, mesh.dims), last), loss_context(config, mesh):
         with LiveBytes() as live:
             _given, out = _forward(part, config, mesh)
         elsewhere = [out] if stage.next_here else []
@@ -206,7 +191,7 @@ def _forward_backward(
 
 def _half_backward(part: Llama, config: TrainConfig, mesh: Mesh) -> int:
     """Take a micro-batch through a part and back to its input; returns bytes kept for the gradients of its weights."""
-    with accumulate(part, _zero_of_gradients(config, mesh.dims), last=False), loss_context(config, mesh):
+    with accumulate(part, zero_of_gradients(config, mesh.dims), last=False), loss_context(config, mesh):
         with LiveBytes() as live:
             given, out = _forward(part, config, mesh)
             # What it returns holds the gradients that are kept.
@@ -231,25 +216,26 @@ def _forward(part: Llama, config: TrainConfig, mesh: Mesh) -> tuple[Tensor, Tens
     return given, vocabulary_loss(out, own.targets, "mean") if last else out
 
 
-def _reckon(config: TrainConfig, dims: ParallelDims, rank: int, activation_bytes: int) -> Held:
-    """What the formulas of ZeRO say (Rajbhandari et al. 2020), for weights and moments in fp32."""
-    (holding,) = holdings(config, dims, [rank])
-    share = round(holding.parameters / holding.sharers)
-    gathered = 0
-    if is_sharded(config, dims):
-        item_bytes = config.precision.compute_bytes
-        tp_rank = holding.coordinates["tp"]
-        gathered = item_bytes * sum(
-            unit.parameters
-            for stage in holding.stages
-            for unit in units(config, dims, stage, tp_rank)
-            if unit.stays or config.parallel.zero < 3
-        )
-    return Held(
-        parameters=4 * share,
-        gradients=4 * share,
-        optimizer=8 * share,
-        accumulated=4 * holding.parameters if _accumulates(config, dims) else 0,
-        gathered=gathered,
-        activations=activation_bytes,
-    )
+def _reckon(rank_memory: Memory) -> Held:
+    """By arithmetic, wherever it is kept."""
+    return Held(**{name: rank_memory[Role[name]].total for name in (field.name for field in fields(Held))})
+
+
+def _without_moving(config: TrainConfig) -> TrainConfig:
+    """The same types and sizes, with weights and activations on the device."""
+    changed = copy.copy(config)
+    changed.offload = replace(config.offload, parameters=Tier.none, activations=Tier.none)
+    return changed
+
+
+def _optimizer_bytes(parts: nn.ModuleList, config: TrainConfig, device: torch.device) -> int:
+    """Bytes of the optimizer's state; takes its step where that makes it."""
+    if config.has_masters:
+        # Its blocks may be larger than all memory here, and are made from these sizes alone.
+        return KINDS * torch.float32.itemsize * sum(map(elements, make_buckets(parts, config.model)))
+    optimizer = build_optimizer(parts, config, device)
+    if isinstance(optimizer, CompactAdamW):
+        return sum(kept.moments_bytes for kept in optimizer.kept)
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return local_bytes(value for value in moments if isinstance(value, Tensor))

@@ -25,6 +25,7 @@ from train.evaluate import Evaluator
 from train.layout.check import lay_out
 from train.layout.config import Recompute
 from train.layout.dims import ParallelDims
+from train.layout.memory import heaviest, lines, memory
 from train.layout.notes import notes
 from train.loop import Parts
 from train.mesh import Mesh
@@ -34,6 +35,7 @@ from train.monitor.flops import peak_tflops
 from train.monitor.progress import ProgressLine, tell
 from train.monitor.recorder import Recorder
 from train.offload.config import Tier
+from train.offload.room import check_fits, room
 from train.optim.adamw import AnyAdamW, build_optimizer
 from train.parallel.apply import Sharded, build_engine, build_parts
 from train.parallel.fill import draw
@@ -72,6 +74,8 @@ class Launch:
         self._claimed = False
         self._announced = False
         self._load_s = 0.0
+        self._table: list[str] = []
+        """What the rank that keeps most has where."""
         self._opened = ExitStack()
         """What has to be closed where `set_up` fails."""
 
@@ -93,7 +97,7 @@ class Launch:
         windows, held_out = together(control, lambda: self._open_data(token))
 
         beat(Phase.START)
-        dims = together(control, lambda: lay_out(config, world.size, world.local_size))
+        dims = together(control, lambda: self._lay_out())
         mesh = Mesh.build(dims, device.type)
         checkpoints = CheckpointStore(
             run=config.run_folder,
@@ -115,6 +119,8 @@ class Launch:
         # Random weights take minutes for a large model: only where nothing replaces them.
         fresh = newest is None and config.run.init_from is None
         values = draw(config.model, config.seed) if fresh else None
+        # When no rank of the node has taken its memory yet.
+        together(control, lambda: self._check_memory(dims))
         sharded = together(control, lambda: self._build_parts(mesh))
         optimizer = together(control, lambda: self._build_optimizer(sharded))
         state = TrainState(
@@ -158,6 +164,20 @@ class Launch:
             recorder=self._recorder(state) if self._leader else None,
             peak_flops=None if peak is None else peak * 1e12 * world.size,
         )
+
+    def _lay_out(self) -> ParallelDims:
+        world = self._world
+        return lay_out(self._config, world.size, world.local_size, on_gpus=self._device.type == "cuda")
+
+    def _check_memory(self, dims: ParallelDims) -> None:
+        """Make sure that what this rank keeps fits where it runs, and tell (rank 0)."""
+        config, world = self._config, self._world
+        there = room(self._device, world.local_size, config.offload.nvme_path)
+        kept = memory(config, dims, world.rank, self._device.type)
+        check_fits(kept, there, world.rank, world.local_size)
+        if self._leader:
+            fullest, most = heaviest(config, dims, self._device.type)
+            self._table = lines(fullest, most, config.offload, there.limits())
 
     def _build_parts(self, mesh: Mesh) -> Sharded:
         sharded = build_parts(self._config, mesh, self._device, None)
@@ -329,6 +349,8 @@ class Launch:
         tell(f"run {folder.name}: {_who_trains(self._world)}, on {_device_name(self._device)}")
         for note in unfortunate:
             tell(f"note: {note}")
+        for line in self._table:
+            tell(line)
         if self._config.offload.delayed_update:
             tell("each step computes with weights that are one update old (offload.delayed_update)")
         if state.step > 0:

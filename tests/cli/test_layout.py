@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.command import Trierarch
+from harness.toy import MODEL
 
 from contract.exit_codes import ExitCode
 from train.config import load_config
@@ -99,6 +100,41 @@ def test_a_submission_to_gpus_refuses_what_computes_on_a_cpu_alone(trierarch: Tr
     refused = trierarch("submit", "--dry-run", *ring)
     assert refused.returncode == ExitCode.CONFIG
     assert "does not compute in fp32 on a GPU" in refused.stderr
+
+
+@pytest.mark.req("C6", "C7")
+def test_a_layout_says_what_is_where(trierarch: Trierarch) -> None:
+    disks = ["offload.optimizer=nvme", "offload.parameters=nvme", "offload.nvme_path=[/local/nvme]"]
+    case = [*DEEPSEEK[:-1], "parallel.zero=3", "tensor_parallel_size=4", *disks]
+    shown = trierarch(*case, "--nodes", "4")
+    assert "Memory on a GPU, of the rank that keeps most\nGB of rank 0 " in shown.stdout, shown.stderr
+    state = re.search(r"optimizer state +- +- +([\d.]+)", shown.stdout)
+    total = parameter_count(load_config(["model=deepseek_7b"]).model)
+    assert state is not None and float(state[1]) == pytest.approx(12 * total / 32 / 1e9, rel=0.01)
+    facts = json.loads(trierarch(*case, "--nodes", "4", "--rank", "5", "--json").stdout)["memory"]
+    assert facts["rank"] == 5
+    assert facts["bytes"]["optimizer"]["nvme"] == pytest.approx(12 * total / 32, rel=0.01)
+    assert facts["bytes"]["parameters"]["device"] == 0
+
+
+@pytest.mark.req("C6")
+def test_a_budget_counts_before_anything_is_queued_or_started(trierarch: Trierarch, toy_tokens: Path) -> None:
+    """Also where the vocabulary comes from the data."""
+    case = [*MODEL, f"data.prefix={toy_tokens}", "offload.optimizer=cpu"]
+    told = trierarch("submit", "--dry-run", "cluster=local", "job.ranks_per_node=1", *case)
+    assert told.returncode == 0
+    assert re.search(r"B of rank 0 +device +host\n", told.stderr), told.stderr
+    for command in (
+        ["submit", "--dry-run", "cluster=local", "job.ranks_per_node=1"],
+        ["train", "--ranks", "1"],
+    ):
+        refused = trierarch(*command, *case, "offload.host_budget_gb=0.0001")
+        assert refused.returncode == ExitCode.CONFIG
+        assert re.fullmatch(
+            r"trierarch: offload.host_budget_gb=0.0001: rank 0 needs [\d.]+ GB of memory of the host "
+            r"\(optimizer state [\d.]+\): raise it, or move more to disks \(offload.optimizer=nvme\)\n",
+            refused.stderr,
+        ), refused.stderr
 
 
 @pytest.mark.req("C1")

@@ -14,7 +14,10 @@ from train.data.loader import Batch
 from train.layout.check import lay_out
 from train.mesh import Mesh
 from train.monitor.live_bytes import LiveBytes, local_bytes
+from train.offload.states import Resident
 from train.optim.adamw import build_optimizer
+from train.optim.compact import CompactAdamW
+from train.optim.master import MasterAdamW
 from train.parallel.apply import build_engine, build_parts
 from train.parallel.engine import Direct
 from train.parallel.recompute import plan_of
@@ -65,6 +68,14 @@ class OneStep:
         """Take the optimizer's step; returns the bytes of its state."""
         optimizer = build_optimizer(self.sharded.parts, self.config, CPU, self.sharded.shelved)
         optimizer.step()
+        if isinstance(optimizer, CompactAdamW):
+            return sum(kept.moments_bytes for kept in optimizer.kept)
+        if isinstance(optimizer, MasterAdamW):
+            optimizer.finish()
+            assert isinstance(optimizer._states, Resident)
+            held_bytes = sum(block.nbytes for block in optimizer._states._blocks)
+            optimizer.close()
+            return held_bytes
         return local_bytes(value for state in optimizer.state.values() for value in state.values())
 
     def micro_batch(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from harness.one_step import SHAPE, OneStep
@@ -9,6 +10,7 @@ from harness.pool import Ranks
 
 from train.config import load_config
 from train.dry_run import DryRun, dry_run
+from train.layout.memory import Role
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +23,11 @@ LAYOUTS = [
     (4, "precision=fp32 parallel.cp=2 parallel.tp=2 parallel.zero=0"),
     (4, "precision=fp32 parallel.pp=2 parallel.zero=2"),
     (4, "precision=fp32 parallel.pp=2 parallel.zero=2 parallel.schedule=zbv"),
+    (4, "parallel.tp=2 parallel.zero=1 model.vocab_size=321 model.ffn_dim=193"),
+    (3, "precision=four_level parallel.zero=1 model.vocab_size=321"),
+    (2, "precision=four_level parallel.zero=3 precision.optimizer_state=int8"),
+    (2, "precision.parameters=bfloat16 parallel.zero=0"),
+    (4, "offload.optimizer=cpu parallel.zero=2 parallel.tp=2"),
 ]
 
 
@@ -74,6 +81,24 @@ def test_a_dry_run_shows_what_a_budget_buys() -> None:
     assert found.built.activations <= 4_000_000
     assert "of 0.004 GB a rank" in found.recompute
     assert alone([], 2).built.activations > 4_000_000
+
+
+@pytest.mark.req("C6", "C7")
+def test_a_dry_run_knows_tiers_that_it_does_not_build(tmp_path: Path) -> None:
+    """Weights and activations elsewhere are those that would be here; no file and no memory is taken."""
+    disks = f"offload.optimizer=nvme offload.parameters=nvme offload.nvme_path=[{tmp_path}] offload.activations=cpu"
+    there, here = (
+        alone([*layout.split(), "parallel.zero=3"], 2) for layout in (disks, "precision.parameters=bfloat16")
+    )
+    assert there.built == here.built
+    assert not list(tmp_path.iterdir())
+    on_gpu = there.on_gpu
+    assert on_gpu[Role.optimizer].nvme == there.built.optimizer > on_gpu[Role.optimizer].device == 0
+    assert on_gpu[Role.parameters].nvme >= there.built.parameters > on_gpu[Role.parameters].device == 0
+    activations = on_gpu[Role.activations]
+    assert activations.host > activations.device
+    assert activations.total == here.on_gpu[Role.activations].device
+    assert there.as_tree()["on_gpu"]["optimizer"]["nvme_bytes"] == there.built.optimizer
 
 
 @pytest.mark.req("B1")

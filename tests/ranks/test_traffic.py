@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.config import load_config
 from train.data.loader import Batch
-from train.layout.check import lay_out, micro_batches
+from train.layout.batch import micro_batches
+from train.layout.check import lay_out
 from train.layout.traffic import Operation, traffic
 from train.mesh import Mesh
 from train.parallel.apply import build_engine, build_parts
@@ -71,6 +72,8 @@ class Counting(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional") and name not in QUIET:
             group = next((found for argument in args if (found := _group(argument)) is not None), None)
             assert group is not None, f"{function} of {[type(one) for one in args]}"
+            if group.size() == 1:
+                return result  # nothing leaves the rank
             operation = OPERATIONS[name]
             key = tuple(dist.get_process_group_ranks(group)), operation
             self.calls[key] += 1
@@ -137,6 +140,12 @@ LAYOUTS = [
     (4, "pp=2 zero=3 schedule=interleaved_1f1b model.layers=4"),
     (4, "pp=2 zero=2 schedule=zbv model.tie_embeddings=true model.layers=4 precision=fp32"),
     (2, "pp=2 model.tie_embeddings=true"),
+    (2, "zero=2 precision.reduce=bfloat16"),
+    (2, "zero=0 precision.parameters=bfloat16"),
+    (2, "zero=3 precision=four_level"),
+    (4, "zero=1 tp=2 precision.accumulate=float64 precision.reduce=float64"),
+    (2, "tp=2 precision.parameters=bfloat16"),
+    (4, "zero=2 tp=2 precision=four_level"),
 ]
 
 

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from contract.errors import ConfigError
 from train.config import load_config
-from train.dry_run import dry_run
 from train.layout.check import lay_out
 from train.model.llama import build
-from train.optim.blocks import BLOCK, Blocks, code_values
+from train.optim.blocks import Blocks, code_values
 from train.optim.compact import CompactAdamW
 from train.precision.backward import compute_backward_in
-from train.precision.config import Compute, PrecisionConfig
+from train.precision.config import BLOCK, SCALE_BYTES, Compute, PrecisionConfig
 from train.precision.dynamic import HOLD, Dynamic, Noise
 from train.precision.float8 import use_float8
 from train.precision.policy import prepare_device
-from train.precision.rows import SCALE_BYTES, Rows, hold_rows, pack, unpack
+from train.precision.rows import Rows, hold_rows, pack, unpack
 from train.precision.scale import LossScale
 
 CPU = torch.device("cpu")
@@ -80,11 +79,6 @@ def test_types_that_do_not_go_together_are_refused(overrides: str, ranks: int, s
     with pytest.raises(ConfigError) as refused:
         lay_out(load_config(["parallel.micro_batch_size=1", *overrides.split()]), ranks)
     assert said in str(refused.value)
-
-
-def test_a_dry_run_refuses_types_that_it_does_not_reckon_with() -> None:
-    with pytest.raises(ConfigError, match="a dry run reckons with weights, moments and gradients in fp32"):
-        dry_run(load_config(["precision=four_level", "model.vocab_size=512"]), 1)
 
 
 @pytest.mark.parametrize(("field", "said"), [("tf32", "choose precision=fp32"), ("float8", "leave it out")])

@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from train.layout.check import check_batch
+from train.layout.batch import check_batch
 
 ROUNDS = 8
 Int64Array = npt.NDArray[np.int64]

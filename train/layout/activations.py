@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from train.layout.config import ContextMethod, Recompute
-from train.layout.dims import ParallelDims
+from train.layout.dims import ParallelDims, is_sharded
 from train.layout.stages import stage_count, stage_layers, stages_of
 from train.offload.config import Tier
 
@@ -230,8 +230,7 @@ class _Sizes:
         self.mask_positions = config.parallel.micro_batch_size * config.data.sequence_length**2
         self.item_bytes = config.precision.compute_bytes
         # Plain modules compute under autocast, which keeps casts of the weights; others in the type they are given.
-        plain = dims.dp * dims.cp == 1 or (config.parallel.zero == 0 and dims.tp * dims.pp == 1)
-        self.casts = plain and self.item_bytes == 2 and not config.has_masters
+        self.casts = self.item_bytes == 2 and not is_sharded(config, dims)
         self._residual_bytes = 4 if self.casts else self.item_bytes
         self._fused_norm = device_type == "cuda"
         self.shares_norm = dims.tp if config.parallel.sequence_parallel else 1

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
+from train.layout.batch import check_batch, micro_batches, samples_per_step
 from train.layout.config import ContextMethod, ParallelConfig, Recompute
 from train.layout.dims import ParallelDims
+from train.layout.memory import check_host_budget
 from train.layout.nearest import nearest_layouts, nearest_rank_counts, write
 from train.layout.recompute import check_recompute
 from train.layout.stages import check_pipeline
@@ -25,7 +27,7 @@ def lay_out(
 ) -> ParallelDims:
     """Return the layout that `config` means on `ranks` ranks, and fill in its global batch.
 
-    `on_gpus`: it is known already that each rank will compute on one. Raises `ConfigError` for a layout that cannot
+    `on_gpus`: it is known that each rank will compute on one. Raises `ConfigError` for a layout that cannot
     work, with the nearest ones that can.
     """
     _check_choices(config.parallel)
@@ -38,6 +40,7 @@ def lay_out(
     check_precision(config, dims)
     if on_gpus:
         check_gpu(config)
+    check_host_budget(config, dims, "cuda" if on_gpus else "cpu")
     config.loop.global_batch_size = samples_per_step(config, dims)
     return dims
 
@@ -75,40 +78,6 @@ def fits(config: "TrainConfig", parallel: ParallelConfig, ranks: int, samples: i
 def largest_degrees(config: "TrainConfig") -> dict[str, int]:
     """Return degrees beyond which no layout of this model can go: bounds of a search."""
     return {"tp": config.model.heads, "cp": config.data.sequence_length, "pp": config.model.layers + 2}
-
-
-def samples_per_step(config: "TrainConfig", dims: ParallelDims) -> int:
-    """Samples of an optimizer step, over all ranks; raises `ConfigError` where two settings disagree."""
-    asked = config.loop.global_batch_size
-    steps = config.parallel.gradient_accumulation_steps
-    if steps is None:
-        assert asked is not None, "the configuration is validated"
-        return asked
-    total = steps * config.parallel.micro_batch_size * dims.dp
-    if asked is not None and asked != total:
-        raise ConfigError(
-            f"parallel.gradient_accumulation_steps={steps} with {dims.dp} data-parallel ranks of "
-            f"parallel.micro_batch_size={config.parallel.micro_batch_size} makes {total} samples a step, but "
-            f"loop.global_batch_size={asked}: set one of the two to null"
-        )
-    return total
-
-
-def micro_batches(config: "TrainConfig", dims: ParallelDims) -> int:
-    """Micro-batches that each rank takes for one step, in a layout that `check_batch` has passed."""
-    return samples_per_step(config, dims) // (config.parallel.micro_batch_size * dims.dp)
-
-
-def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
-    """Raise `ConfigError` unless a global batch divides into whole micro-batches for each data-parallel rank."""
-    at_once = micro_batch_size * dp_size
-    if global_batch_size % at_once:
-        below = global_batch_size // at_once * at_once
-        choices = " or ".join(str(size) for size in (below, below + at_once) if size)
-        raise ConfigError(
-            f"loop.global_batch_size={global_batch_size} does not divide over {dp_size} data-parallel ranks of "
-            f"parallel.micro_batch_size={micro_batch_size}: set it to {choices}, or change the micro-batch size"
-        )
 
 
 def _check_choices(parallel: ParallelConfig) -> None:

@@ -3,9 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
 from train.layout.config import ParallelConfig
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: neighbouring ranks, which share a node, differ in the last axis."""
@@ -110,3 +114,10 @@ class ParallelDims:
             " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
             or "1 rank"
         )
+
+
+def is_sharded(config: "TrainConfig", dims: ParallelDims) -> bool:
+    """Whether torch's `fully_shard` or `replicate` acts on the parts of a model; else they are plain, or DDP's."""
+    alone = dims.dp * dims.cp == 1
+    needed = config.has_masters or config.precision.needs_policy
+    return needed or (not alone and (config.parallel.zero > 0 or dims.tp * dims.pp > 1))

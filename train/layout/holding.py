@@ -7,24 +7,39 @@ from typing import TYPE_CHECKING
 
 from train.layout.activations import StageLayers
 from train.layout.dims import ParallelDims
-from train.layout.stages import stage_layers, stages_of
+from train.layout.stages import schedule_of, stage_layers, stages_of
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
-STATE_BYTES = 12
-"""A parameter at rest: the weight and the two moments of Adam, in fp32."""
+Matrix = tuple[int, int]
+"""A parameter of a rank: what ZeRO deals out, in a matrix rows, and the size of each."""
 
 
 @dataclass(frozen=True)
 class Unit:
     """Parameters of a rank that travel together where ZeRO shares them: a layer, the embedding, the head."""
 
-    parameters: int
+    matrices: tuple[Matrix, ...]
     stays: bool
     """Whether it is kept from forward to backward even where parameters are freed."""
     gathers: int
     """How often a micro-batch needs it gathered where parameters are freed."""
+    is_table: bool = False
+    """Whether it is the embedding alone."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of them."""
+        return sum(rows * each for rows, each in self.matrices)
+
+    def shares(self, ranks: int, rank: int) -> list[int]:
+        """What `rank` of `ranks` has of each parameter."""
+        return [share(rows, ranks, rank) * each for rows, each in self.matrices]
+
+    def padded_share(self, ranks: int) -> int:
+        """What the first of `ranks` has of all; torch takes as much memory on the others."""
+        return sum(self.shares(ranks, 0))
 
 
 @dataclass(frozen=True)
@@ -46,11 +61,6 @@ class Holding:
     """Of its stages and its share of their tensors, before ZeRO shares them."""
     sharers: int
     """Ranks that share the state of these parameters by ZeRO."""
-
-    @property
-    def state_bytes(self) -> float:
-        """Weights and moments that the rank keeps between two steps."""
-        return STATE_BYTES * self.parameters / self.sharers
 
     @property
     def has_embedding(self) -> bool:
@@ -102,31 +112,54 @@ def holdings(config: "TrainConfig", dims: ParallelDims, ranks: Iterable[int]) ->
     return found
 
 
+def zero_of_gradients(config: "TrainConfig", dims: ParallelDims) -> int:
+    """The ZeRO stage as far as gradients go: whole ones wait for the end of a step where a backward is split."""
+    split = dims.pp > 1 and schedule_of(config.parallel).splits_backward
+    return min(config.parallel.zero, 1) if split else config.parallel.zero
+
+
 def units(config: "TrainConfig", dims: ParallelDims, stage: StageLayers, tp_rank: int) -> list[Unit]:
     """What ZeRO shares one by one of a stage, as `train.parallel.data.shard` groups it."""
     model = config.model
-    table = share(model.vocabulary, dims.tp, tp_rank) * model.dim
-    layer = layer_parameters(config, dims, tp_rank)
+    table = _dealt_out(dims, model.vocabulary, share(model.vocabulary, dims.tp, tp_rank), model.dim)
+    norm = (model.dim, 1)
+    layer = layer_matrices(config, dims, tp_rank)
     found = [Unit(layer, stays=False, gathers=2) for _ in stage.layers]
     # A tied model that is in one piece has no head of its own: its embedding is needed at both ends.
     tied = stage.first and stage.last and model.tie_embeddings
     if tied:
-        return [*found, Unit(table + model.dim, stays=True, gathers=1)]
+        return [*found, Unit((table, norm), stays=True, gathers=1)]
     if stage.first:
         # The backward of a lookup needs no weights.
-        found.insert(0, Unit(table, stays=False, gathers=1))
+        found.insert(0, Unit((table,), stays=False, gathers=1, is_table=True))
     if stage.last:
-        found.append(Unit(table + model.dim, stays=True, gathers=1))
+        found.append(Unit((norm, table), stays=True, gathers=1))
     return found
 
 
-def layer_parameters(config: "TrainConfig", dims: ParallelDims, tp_rank: int) -> int:
+def layer_matrices(config: "TrainConfig", dims: ParallelDims, tp_rank: int) -> tuple[Matrix, ...]:
     """Parameters of one layer on a rank."""
     model, tp = config.model, dims.tp
     kv_heads = model.kv_dim // model.head_dim
     kv_width = model.kv_dim // tp if kv_heads % tp == 0 else model.kv_dim
     hidden = share(model.ffn_dim, tp, tp_rank)
-    return model.dim * (2 * model.dim // tp + 2 * kv_width + 3 * hidden + 2)
+    into_hidden = _dealt_out(dims, model.ffn_dim, hidden, model.dim)
+    return (
+        (model.dim, 1),
+        (model.dim // tp, model.dim),
+        (kv_width, model.dim),
+        (kv_width, model.dim),
+        (model.dim, model.dim // tp),
+        (model.dim, 1),
+        into_hidden,
+        into_hidden,
+        (model.dim, hidden),
+    )
+
+
+def _dealt_out(dims: ParallelDims, whole_rows: int, rows: int, columns: int) -> Matrix:
+    """A matrix whose rows tensor parallelism has cut: ZeRO shares its columns where it could not do so evenly."""
+    return (columns, rows) if whole_rows % dims.tp else (rows, columns)
 
 
 def share(size: int, ranks: int, rank: int) -> int:

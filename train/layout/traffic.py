@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from train.layout.activations import stages_of_rank
-from train.layout.check import micro_batches
+from train.layout.batch import micro_batches
 from train.layout.config import ContextMethod
-from train.layout.dims import ParallelDims
+from train.layout.dims import ParallelDims, is_sharded
 from train.layout.holding import share, units
 from train.layout.recompute import plan
 from train.layout.stages import schedule_of, stage_count, stages_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from train.config import TrainConfig
 
 FULL = 4
-"""Bytes of fp32, in which gradients are added."""
+"""Bytes of fp32."""
 
 BUCKET_BYTES = 25 * 2**20
 """Of `DistributedDataParallel`, which ignores how parameters are grouped."""
@@ -101,11 +101,13 @@ class _Sizes:
         self.stages = stages_of_rank(config, dims, self.place["pp"])
         self.units = [unit for stage in self.stages for unit in units(config, dims, stage, self.place["tp"])]
         self.element_bytes = config.precision.compute_bytes
+        self.reduced_bytes = config.precision.reduce.bytes
+        """Of a gradient on its way."""
         self.positions = parallel.micro_batch_size * config.data.sequence_length // dims.cp
         self.hidden_bytes = self.positions * model.dim * self.element_bytes
-        # Without data parallelism a rank computes under autocast: embedding and norms are in fp32.
+        # Where a rank computes under autocast embedding and norms are in fp32.
         self.normed_bytes = (
-            self.positions * model.dim * (FULL if dims.dp * dims.cp == 1 else self.element_bytes)
+            self.positions * model.dim * (self.element_bytes if is_sharded(config, dims) else FULL)
         )
         keeps = plan(config, dims, self.place["pp"], self.steps).layers.values()
         self.layers = len(keeps)
@@ -123,8 +125,8 @@ def _data(sizes: _Sizes) -> Iterator[_Item]:
     zero = config.parallel.zero
     if zero == 0:
         group: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp")
-        each = [unit.parameters * FULL for unit in sizes.units]
-        if dims.tp * dims.pp == 1:
+        each = [unit.parameters * sizes.reduced_bytes for unit in sizes.units]
+        if not is_sharded(config, dims):
             buckets, rest = divmod(sum(each), BUCKET_BYTES)
             each = [BUCKET_BYTES] * buckets + [rest] * (rest > 0)
         for each_bytes in each:
@@ -136,9 +138,13 @@ def _data(sizes: _Sizes) -> Iterator[_Item]:
     reductions = steps if zero >= 2 and not at_end else 1
     for unit in sizes.units:
         gathers = 1 if zero < 3 else unit.gathers * steps
-        yield _Item(group, Operation.all_gather, "weights", gathers, unit.parameters * sizes.element_bytes)
-        yield _Item(group, Operation.reduce_scatter, "gradients", reductions, unit.parameters * FULL)
-        own_bytes = unit.parameters * FULL // sharers
+        weight_bytes = unit.parameters * sizes.element_bytes
+        if unit.is_table and config.precision.embedding is not None:
+            weight_bytes = config.precision.embedding.bytes(unit.parameters, config.model.dim)
+        yield _Item(group, Operation.all_gather, "weights", gathers, weight_bytes)
+        gradient_bytes = unit.parameters * sizes.reduced_bytes
+        yield _Item(group, Operation.reduce_scatter, "gradients", reductions, gradient_bytes)
+        own_bytes = gradient_bytes // sharers
         yield _Item(("dp_replicate",), Operation.all_reduce, "gradients", 1, own_bytes)
 
 
@@ -174,7 +180,7 @@ def _loss(sizes: _Sizes, times: int) -> Iterator[_Item]:
 def _shared_weights(sizes: _Sizes, norms: int) -> Iterator[_Item]:
     """Gradients of weights that each rank has whole, of which each computes a share."""
     model, steps, what = sizes.config.model, sizes.steps, "gradients"
-    weight_bytes = FULL if sizes.dims.dp * sizes.dims.cp == 1 else sizes.element_bytes
+    weight_bytes = sizes.element_bytes if is_sharded(sizes.config, sizes.dims) else FULL
     if sizes.config.parallel.sequence_parallel:
         yield _Item(("tp",), Operation.all_reduce, what, norms * steps, model.dim * weight_bytes)
     if model.kv_dim // model.head_dim % sizes.dims.tp:
@@ -218,7 +224,13 @@ def _pipeline(sizes: _Sizes) -> Iterator[_Item]:
     if sizes.config.model.tie_embeddings and ends == 1:
         model, sharers = sizes.config.model, dims.dp_shard * dims.cp if parallel.zero > 0 else 1
         table = share(model.vocabulary, dims.tp, sizes.place["tp"]) * model.dim
-        yield _Item(("pp",), Operation.send, "tied gradient", 1, table * FULL // sharers)
+        yield _Item(
+            ("pp",),
+            Operation.send,
+            "tied gradient",
+            1,
+            table * sizes.config.precision.accumulate.bytes // sharers,
+        )
 
 
 def _count(sizes: _Sizes, end: str) -> int:

@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from train.precision.rows import Rows
+
 
 class LiveBytes(TorchDispatchMode):
     """While entered, note the memory of every tensor that comes into being; count later what of it still lives.
@@ -56,9 +58,11 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The plain tensor behind one that a wrapper spreads over ranks, or waits for."""
+    """The plain tensor behind one that a wrapper spreads over ranks, waits for, or holds in fewer bits."""
     if isinstance(tensor, AsyncCollectiveTensor):
         return local(tensor.elem)
+    if isinstance(tensor, Rows):
+        return tensor.packed
     return local(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 

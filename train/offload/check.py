@@ -29,6 +29,11 @@ def check_offload(config: "TrainConfig") -> None:
             "offload.activations=cpu does not see what compiled layers keep: set parallel.compile=false, or "
             "offload.activations=none"
         )
+    if offload.host_budget_gb is not None and not offload.is_used:
+        raise ConfigError(
+            f"offload.host_budget_gb={offload.host_budget_gb:g} limits what offloading takes, and nothing is "
+            "offloaded: leave it out"
+        )
     if offload.link_gb_s != DEFAULTS.link_gb_s and not (activations and parallel.recompute is Recompute.auto):
         raise ConfigError(
             f"offload.link_gb_s={offload.link_gb_s:g} is for parallel.recompute=auto with offload.activations=cpu, and "

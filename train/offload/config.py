@@ -47,6 +47,11 @@ class OffloadConfig:
     are one update old."""
 
     @property
+    def is_used(self) -> bool:
+        """Whether anything is kept elsewhere."""
+        return any(tier is not Tier.none for tier in (self.optimizer, self.activations))
+
+    @property
     def uses_nvme(self) -> bool:
         """Whether there are files on disks."""
         return Tier.nvme in (self.optimizer, self.parameters)

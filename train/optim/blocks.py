@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256
-"""Values that share a scale."""
+from train.precision.config import BLOCK
+
 DECADES = 7
 
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from train.checkpoint.stored import Path, ReadInto, Stored
 from train.config import TrainConfig
+from train.monitor.live_bytes import local_bytes
 from train.offload.buckets import Slot, local, make_buckets, slots
-from train.optim.blocks import BLOCK, Blocks
+from train.optim.blocks import Blocks
 from train.optim.tree import paths, stand_ins
 from train.parallel.fill import Read, local_part
-from train.precision.config import Moments
+from train.precision.config import BLOCK, Moments
 from train.precision.rows import Rows
 
 CHUNK = 1 << 20
@@ -27,6 +28,13 @@ class Numbers:
     def __init__(self, held: Tensor | Rows | Blocks) -> None:
         """`held`: where they are; an fp32 tensor is worked on in place."""
         self.held = held
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        if isinstance(self.held, Blocks):
+            return self.held.codes.nbytes + self.held.scale.nbytes
+        return local_bytes([self.held])
 
     def take(self, start: int, end: int) -> Tensor:
         """Numbers `start` to `end`."""
@@ -74,6 +82,11 @@ class Kept:
     def numbers(self) -> tuple[Numbers, Numbers, Numbers]:
         """The weight, and the moments in the order of `tree.MOMENTS`."""
         return self.weight, self.first, self.second
+
+    @property
+    def moments_bytes(self) -> int:
+        """Memory of both moments."""
+        return self.first.nbytes + self.second.nbytes
 
     def whole(self, row: int) -> Tensor:
         """All of one of `numbers`, spread over the ranks as the parameter is."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from train.config import TrainConfig
+from train.layout.dims import is_sharded
 from train.mesh import Mesh
 from train.model.llama import Llama
 from train.offload import activations
@@ -62,7 +63,7 @@ def shape_parts(config: TrainConfig, mesh: Mesh) -> list[Llama]:
         if config.parallel.compile:
             compile_layers(part)
         recompute.apply(part, config, mesh)
-        if data.is_sharded(config, mesh.dims):
+        if is_sharded(config, mesh.dims):
             data.shard(part, config, mesh)
         parts.append(part)
     return parts
@@ -118,7 +119,7 @@ def build_engine(sharded: Sharded, config: TrainConfig, device: torch.device) ->
         return pipeline.Pipelined(sharded.parts, config, mesh, device, sharded.carrier)
     (part,) = sharded.parts
     model: nn.Module = part
-    if mesh.dims.dp * mesh.dims.cp > 1 and not data.is_sharded(config, mesh.dims):
+    if mesh.dims.dp * mesh.dims.cp > 1 and not is_sharded(config, mesh.dims):
         assert isinstance(part, Llama)
         model = data.replicate_plain(part, config, mesh, device)
     return Direct(model, config, mesh, device, sharded.carrier)

@@ -17,17 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import TrainConfig
-from train.layout.dims import ParallelDims
 from train.mesh import Mesh
 from train.model.llama import Llama
 from train.precision.policy import autocast, sharded_policy
-
-
-def is_sharded(config: TrainConfig, dims: ParallelDims) -> bool:
-    """Whether `shard` acts on the parts of a model; else they are plain, or replicated by `replicate_plain`."""
-    alone = dims.dp * dims.cp == 1
-    needed = config.has_masters or config.precision.needs_policy
-    return needed or (not alone and (config.parallel.zero > 0 or dims.tp * dims.pp > 1))
 
 
 def shard(part: Llama, config: TrainConfig, mesh: Mesh) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from train.config import TrainConfig
 from train.data.loader import Batch
+from train.layout.dims import is_sharded
 from train.mesh import Mesh
 from train.offload.activations import Carrier
 from train.parallel.context import own_share
-from train.parallel.data import accumulate, is_sharded
+from train.parallel.data import accumulate
 from train.parallel.tensor import loss_context, vocabulary_loss
 from train.precision.policy import autocast
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 from train.config import TrainConfig
 from train.layout.activations import RESULTS
-from train.layout.check import micro_batches
+from train.layout.batch import micro_batches
 from train.layout.config import Recompute
 from train.layout.recompute import Plan, plan
 from train.mesh import Mesh

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import TrainConfig
-from train.layout.check import micro_batches
+from train.layout.batch import micro_batches
 from train.mesh import Mesh
 from train.optim.compact import CompactAdamW
 from train.parallel.clip import gradient_norm

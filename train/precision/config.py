@@ -5,6 +5,11 @@ from enum import StrEnum
 
 from contract.errors import ConfigError
 
+BLOCK = 256
+"""Values of a moment that share a scale."""
+SCALE_BYTES = 4
+"""Of the scale, in fp32, of a row or a block of values in one byte each."""
+
 
 class Compute(StrEnum):
     """A type of numbers that products are computed in, by torch's name."""
@@ -34,12 +39,21 @@ class Moments(StrEnum):
     int8 = "int8"
     """One byte a value and a scale for each block of them, see `train.optim.blocks`."""
 
+    def bytes(self, size: int) -> int:
+        """Of both moments of a matrix with `size` values."""
+        return 2 * (size + SCALE_BYTES * -(-size // BLOCK)) if self is Moments.int8 else 8 * size
+
 
 class Table(StrEnum):
     """How the embedding is kept, where not as the other weights."""
 
     int8 = "int8"
     """One byte a value and a scale for each row, see `train.precision.rows`."""
+
+    @staticmethod
+    def bytes(elements: int, columns: int) -> int:
+        """Of whole rows."""
+        return elements // columns * (columns + SCALE_BYTES)
 
 
 LARGEST_SCALE = 2.0**24
@@ -87,6 +101,11 @@ class PrecisionConfig:
     def compute_bytes(self) -> int:
         """Bytes of a value of the type that matrix products are computed in."""
         return 4 if self.compute is Compute.float32 else 2
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes of a value of a gradient when a backward pass has made it, before it is added to anything."""
+        return self.compute_bytes if self.backward in (None, self.compute) else self.accumulate.bytes
 
     @property
     def scales_loss(self) -> bool:

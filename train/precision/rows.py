@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from train.precision.config import SCALE_BYTES
+
 LARGEST = 127
-SCALE_BYTES = 4
 _SCALE_BITS = 0xFFFF
 """Bits of an fp32 scale that are left zero, so that the product with a code has no more bits than fp32."""
 aten = torch.ops.aten
