@@ -17,30 +17,28 @@ counts the processor's time instead of the clock's, where others use the machine
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from train.config import OptimConfig, TrainConfig, load_config
-from train.data.loader import Batch
-from train.layout.check import lay_out
-from train.mesh import Mesh
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `harness`
+
+from harness.training import Training
+
+from train.config import OptimConfig, load_config
 from train.model.config import ModelConfig
 from train.offload.buckets import make_buckets
 from train.offload.gradients import OnDevice
 from train.offload.states import Resident
 from train.offload.weights import InPlace
-from train.optim.adamw import build_optimizer
 from train.optim.master import MasterAdamW
-from train.parallel.apply import build_engine, build_parts
-from train.parallel.clip import clip_grad_norm
-from train.parallel.fill import draw
-from train.state import TrainState
 
 CPU = torch.device("cpu")
 MATRIX = 1 << 20
@@ -186,40 +184,18 @@ def compare_steps(model: str, folder: Path, rounds: int, clock: Callable[[], flo
     }
     common = [f"model={model}", "model.vocab_size=2048", "loop.global_batch_size=null", f"run.root={folder}"]
     common += ["parallel.micro_batch_size=2", "parallel.gradient_accumulation_steps=1"]
-    trainings = {name: Training(load_config([*common, *more])) for name, more in tiers.items()}
-    found = take_turns({name: training.steps for name, training in trainings.items()}, rounds, clock)
+    trainings = {name: Training(load_config([*common, *more]), CPU) for name, more in tiers.items()}
+    turns: dict[str, Turn] = {name: partial(training.steps, STEPS) for name, training in trainings.items()}
+    found = take_turns(turns, rounds, clock)
     found = {name: [one / STEPS for one in seconds] for name, seconds in found.items()}
     for name, seconds in found.items():
         against = "" if name == "none" else f", {ratio(seconds, found['none']):.2f} x none"
         print(f"{name}: {statistics.median(seconds):.3f} s a step{against}")
         for key, value in trainings[name].optimizer.metrics().items():
             print(f"    {key}: {value:.4g}")
-        trainings[name].optimizer.close()
+        trainings[name].close()
     print(f"nvme is {ratio(found['nvme'], found['cpu']):.2f} x cpu")
     dist.destroy_process_group()
-
-
-class Training:
-    """A model with its optimizer, which trains on the same samples again and again."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._mesh = Mesh.build(lay_out(config, 1, 1), "cpu")
-        sharded = build_parts(config, self._mesh, CPU, None)
-        self.optimizer = build_optimizer(sharded.parts, config, CPU)
-        TrainState(sharded.parts, self.optimizer, config.model).fill(draw(config.model, config.seed))
-        self._engine = build_engine(sharded, config, CPU)
-        shape = (config.parallel.micro_batch_size, config.data.sequence_length)
-        tokens, targets = (torch.randint(config.model.vocabulary, shape) for _ in range(2))
-        self._batch = Batch(tokens=tokens, targets=targets, documents=None)
-
-    def steps(self) -> None:
-        """Some steps, and what the last one leaves to do in the background: nothing can hide that."""
-        for _ in range(STEPS):
-            self._engine.train([self._batch])
-            clip_grad_norm(self.optimizer, 1.0, self._mesh)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.optimizer.finish()
 
 
 if __name__ == "__main__":
