@@ -8,7 +8,8 @@ thread, beside DeepSpeedCPUAdam with the copies that DeepSpeed makes around it (
 the memory's bandwidth. DeepSpeed is left out where it isn't installed; no environment of ours has it.
 
 `step`: seconds of a step with everything on the device, with the optimizer and gradients on the host, and with the
-optimizer on NVMe, in one process with the same threads.
+optimizer on NVMe, in one process with the same threads; how much of the update a step hides; and the bandwidth of the
+disk within a step beside fio's (at least 0.9 is wanted).
 
 All take turns in one run, because machines are noisy: medians, and medians of the ratios of neighbours. `--cpu-time`
 counts the processor's time instead of the clock's, where others use the machine too.
@@ -16,6 +17,7 @@ counts the processor's time instead of the clock's, where others use the machine
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -31,11 +33,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `harness`
 
 from harness.training import Training
+from nvme import fio
 
 from train.config import OptimConfig, load_config
 from train.model.config import ModelConfig
 from train.offload.buckets import make_buckets
 from train.offload.gradients import OnDevice
+from train.offload.nvme.settings import NvmeSettings
 from train.offload.states import Resident
 from train.offload.weights import InPlace
 from train.optim.master import MasterAdamW
@@ -45,6 +49,7 @@ MATRIX = 1 << 20
 """Elements of a parameter of the update's benchmark."""
 STEPS = 4
 """Of training, one after the other in one turn."""
+FIO_BYTES = 256 << 20
 Turn = Callable[[], object]
 
 
@@ -191,11 +196,37 @@ def compare_steps(model: str, folder: Path, rounds: int, clock: Callable[[], flo
     for name, seconds in found.items():
         against = "" if name == "none" else f", {ratio(seconds, found['none']):.2f} x none"
         print(f"{name}: {statistics.median(seconds):.3f} s a step{against}")
-        for key, value in trainings[name].optimizer.metrics().items():
+        metrics = trainings[name].optimizer.metrics()
+        for key, value in metrics.items():
             print(f"    {key}: {value:.4g}")
-        trainings[name].close()
+        if metrics:
+            share = metrics["offload_hidden_s"] / metrics["offload_update_s"]
+            print(f"    of the update's time the step hides {share:.0%}")
     print(f"nvme is {ratio(found['nvme'], found['cpu']):.2f} x cpu")
+    compare_swaps(trainings["nvme"], folder, rounds)
+    for training in trainings.values():
+        training.close()
     dist.destroy_process_group()
+
+
+def compare_swaps(training: Training, folder: Path, rounds: int) -> None:
+    """Print the bandwidth of the disk within a step beside fio's, for as many bytes each way in blocks of one size."""
+    if shutil.which("fio") is None:
+        print("fio is not installed")
+        return
+    settings = NvmeSettings.load(folder)
+    ratios = []
+    training.optimizer.metrics()
+    for _ in range(rounds):
+        training.steps(STEPS)
+        moved = training.optimizer.metrics()
+        read, written = (moved[f"offload_states_{way}_nvme_bytes"] for way in ("from", "to"))
+        own = (read + written) / moved["offload_nvme_busy_s"]
+        rates = {write: fio(folder / "peer", FIO_BYTES, settings, write) for write in (True, False)}
+        peer = (read + written) / (read / rates[False] + written / rates[True])
+        ratios.append(own / peer)
+        print(f"swaps of a step {own / 1e9:.2f} GB/s, fio {peer / 1e9:.2f} GB/s")
+    print(f"swaps: median ratio {statistics.median(ratios):.2f} (wanted: at least 0.9)")
 
 
 if __name__ == "__main__":

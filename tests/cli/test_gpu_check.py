@@ -1,4 +1,4 @@
-"""The checks for a GPU, with a CPU in its place: they must be ready when there is one. What only a GPU shows is left."""
+"""The checks for a GPU, with a CPU in its place: they must be ready when there is one, which shows the rest."""
 
 import json
 import os
