@@ -320,6 +320,8 @@ def finish(config: TrainConfig) -> TrainConfig:
         config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
     config.data.prefix = str(Path(config.data.prefix).expanduser().absolute())
     config.offload.nvme_path = [str(Path(path).expanduser().absolute()) for path in config.offload.nvme_path]
+    if config.offload.nvme_settings is not None:
+        config.offload.nvme_settings = str(Path(config.offload.nvme_settings).expanduser().absolute())
     config.validate()
     return config
 

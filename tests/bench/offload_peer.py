@@ -1,11 +1,14 @@
 """A training with everything offloaded beside DeepSpeed's ZeRO-3 with the same: tokens/s (at least 1.2 x), memory.
 
-    python tests/bench/offload_peer.py [--nvme FOLDER] [--rounds 7] [--steps 3]
+    python tests/bench/offload_peer.py [--nvme FOLDER] [--rounds 7] [--steps 3] [--tokens 64]
 
 Two ranks of one thread each, one model of 20 M parameters in bf16 with fp32 weights, moments and gradients elsewhere;
 with --nvme weights and the optimizer's state lie in files of that folder. Each side has processes of its own, which
 take turns of some steps, because machines are noisy: the median of the ratios of neighbours is what counts. Memory is
 the most that a rank's process has had, torch and its libraries included; what importing them takes stands beside it.
+
+`--tokens` is what a rank takes in a step: the fewer, the more the traffic counts beside the products of matrices, which
+both sides leave to torch.
 
 Needs DeepSpeed (`pip install deepspeed`), which no environment of ours has; without it our side alone is measured.
 """
@@ -21,7 +24,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-RANKS, MICRO_BATCH, LENGTH = 2, 2, 256
+RANKS = 2
 MODEL = [
     "model=llama_25m",
     "model.vocab_size=8192",
@@ -29,17 +32,18 @@ MODEL = [
     "model.layers=8",
     "model.heads=6",
     "model.ffn_dim=1024",
-    f"data.sequence_length={LENGTH}",
-    f"parallel.micro_batch_size={MICRO_BATCH}",
+    "parallel.micro_batch_size=1",
     "parallel.gradient_accumulation_steps=1",
     "loop.global_batch_size=null",
     "parallel.zero=3",
+    # As DeepSpeed's gradients travel where bf16 computes, unless it is told otherwise.
+    "precision.reduce=bfloat16",
 ]
 LIMIT_S = 600.0
 Step = Callable[[], None]
 
 
-def ours(folder: Path, nvme: Path | None) -> Step:
+def ours(folder: Path, nvme: Path | None, tokens: int) -> Step:
     """A step of the trainer."""
     import torch
 
@@ -57,15 +61,15 @@ def ours(folder: Path, nvme: Path | None) -> Step:
     more = [f"offload.{name}={tier}" for name in ("optimizer", "parameters")]
     more += ["offload.gradients=cpu", f"run.root={folder}"]
     more += [f"offload.nvme_path=[{nvme}]"] * (nvme is not None)
-    config, device = load_config([*MODEL, *more]), torch.device("cpu")
+    config, device = load_config([*MODEL, f"data.sequence_length={tokens}", *more]), torch.device("cpu")
     mesh = Mesh.build(lay_out(config, RANKS), "cpu")
     sharded = build_parts(config, mesh, device, None)
     optimizer = build_optimizer(sharded.parts, config, device, sharded.shelved)
     assert isinstance(optimizer, MasterAdamW)
     optimizer.fill(draw(config.model, seed=1))
     engine = build_engine(sharded, config, device)
-    tokens = torch.randint(config.model.vocabulary, (MICRO_BATCH, LENGTH + 1))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+    sample = torch.randint(config.model.vocabulary, (1, tokens + 1))
+    batch = Batch(sample[:, :-1].contiguous(), sample[:, 1:].contiguous(), None)
 
     def step() -> None:
         engine.train([batch])
@@ -76,7 +80,7 @@ def ours(folder: Path, nvme: Path | None) -> Step:
     return step
 
 
-def deepspeed_step(folder: Path, nvme: Path | None) -> Step:
+def deepspeed_step(folder: Path, nvme: Path | None, tokens: int) -> Step:
     """A step of DeepSpeed's engine."""
     import deepspeed
     import torch
@@ -86,11 +90,11 @@ def deepspeed_step(folder: Path, nvme: Path | None) -> Step:
     from train.config import load_config
     from train.model.llama import build
 
-    config = load_config(MODEL)
+    config = load_config([*MODEL, f"data.sequence_length={tokens}"])
     model = build(config.model, 1, torch.device("cpu"))
     place = {"device": "cpu"} if nvme is None else {"device": "nvme", "nvme_path": str(nvme)}
     settings = {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "zero_optimization": {
@@ -104,8 +108,8 @@ def deepspeed_step(folder: Path, nvme: Path | None) -> Step:
     }
     adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
-    tokens = torch.randint(config.model.vocabulary, (MICRO_BATCH, LENGTH + 1))
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    sample = torch.randint(config.model.vocabulary, (1, tokens + 1))
+    inputs, targets = sample[:, :-1].contiguous(), sample[:, 1:].contiguous()
 
     def step() -> None:
         logits = engine(inputs)
@@ -116,7 +120,7 @@ def deepspeed_step(folder: Path, nvme: Path | None) -> Step:
     return step
 
 
-def rank_of(side: str, rank: int, folder: Path, nvme: Path | None, orders: Connection) -> None:
+def rank_of(side: str, rank: int, folder: Path, nvme: Path | None, tokens: int, orders: Connection) -> None:
     """Set up one rank of one side, then take as many steps as each order says; None ends it."""
     import torch
     import torch.distributed as dist
@@ -130,7 +134,7 @@ def rank_of(side: str, rank: int, folder: Path, nvme: Path | None, orders: Conne
 
         deepspeed.init_distributed("gloo")
     imported_bytes = most_bytes()
-    step = (deepspeed_step if side == "DeepSpeed" else ours)(folder, nvme)
+    step = (deepspeed_step if side == "DeepSpeed" else ours)(folder, nvme, tokens)
     while (steps := orders.recv()) is not None:
         dist.barrier()
         began_s = time.perf_counter()
@@ -151,12 +155,13 @@ def most_bytes() -> int:
 class Side:
     """The ranks of one side."""
 
-    def __init__(self, name: str, folder: Path, nvme: Path | None) -> None:
+    def __init__(self, name: str, folder: Path, nvme: Path | None, tokens: int) -> None:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(RANKS)]
+        self.tokens = tokens
         self.orders = [own for own, _ in pipes]
         self.processes = [
-            context.Process(target=rank_of, args=(name, rank, folder, nvme, theirs), daemon=True)
+            context.Process(target=rank_of, args=(name, rank, folder, nvme, tokens, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for rank, process in enumerate(self.processes):
@@ -175,7 +180,7 @@ class Side:
     def tokens_per_s(self, steps: int) -> float:
         """Of some steps."""
         took_s = max(took for took in self.take(steps) if isinstance(took, float))
-        return steps * RANKS * MICRO_BATCH * LENGTH / took_s
+        return steps * RANKS * self.tokens / took_s
 
 
 def main() -> None:
@@ -186,6 +191,7 @@ def main() -> None:
     parser.add_argument("--nvme", type=Path, help="a folder on a local disk")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="of one turn")
+    parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     names = ["ours", "DeepSpeed"]
@@ -193,7 +199,7 @@ def main() -> None:
         print("DeepSpeed is not installed here")
         names.pop()
     with tempfile.TemporaryDirectory() as folder:
-        sides = {name: Side(name, Path(folder), options.nvme) for name in names}
+        sides = {name: Side(name, Path(folder), options.nvme, options.tokens) for name in names}
         found: dict[str, list[float]] = {name: [] for name in names}
         for number in range(options.rounds + 1):
             for name, side in sides.items():

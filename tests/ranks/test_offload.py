@@ -1,5 +1,6 @@
 """What is kept elsewhere than on the device changes no number."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -225,3 +226,24 @@ def test_a_delayed_update_computes_with_weights_that_are_one_update_old(
     assert_same(left(tmp_path, "resumes"), left(tmp_path, "saves"), "resumes")
     resumed, saves = (left(tmp_path, name)["loss"] for name in ("resumes", "saves"))
     assert torch.equal(resumed, saves) and saves[2] != late_losses[2]
+
+
+@pytest.mark.req("C7")
+def test_a_slow_disk_is_in_the_events_of_the_run(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    """With settings from a file for all nodes, by which every request takes too long."""
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"block_bytes": 8192, "threads": 1, "slow_s": 1e-9, "limit_s": 60.0}))
+    train(ranks, 1, toy_tokens, tmp_path, "slow", *disk(tmp_path), f"offload.nvme_settings={settings}")
+    warned = [event for event in RunFolder(tmp_path / "slow").read_events() if event["event"] == "warning"]
+    assert len(warned) == 1 and warned[0]["rank"] == 0
+    assert "the disk is slow" in warned[0]["reason"]
+
+
+@pytest.mark.req("C7")
+def test_a_disk_must_not_have_longer_than_a_step(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    """Else the watch on steps fires first, and nobody learns that it was the disk."""
+    overrides = toy_overrides(toy_tokens, tmp_path, "late", *disk(tmp_path), "resilience.step_timeout_s=100")
+    with pytest.raises(
+        RanksError, match=r"limit_s=120 s .* resilience.step_timeout_s=100 s, which would fire first"
+    ):
+        ranks(1, train_toy, overrides, timeout_s=120)

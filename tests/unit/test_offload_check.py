@@ -59,6 +59,17 @@ def test_a_link_must_have_a_speed() -> None:
         config_of(HOST, "offload.link_gb_s=0")
 
 
+@pytest.mark.req("C7")
+@pytest.mark.parametrize(
+    "key", ["nvme_path=[/local]", "nvme_settings=/local/nvme.json", "nvme_checksums=true"]
+)
+def test_what_is_for_disks_needs_something_on_them(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"offload\.{key.split('=')[0]} is given, but nothing goes to disks"
+    ):
+        config_of("offload.optimizer=cpu", f"offload.{key}")
+
+
 @pytest.mark.req("A10")
 def test_what_is_on_the_host_is_all_that_leaves_the_device() -> None:
     for mode in ("none", "selective", "full"):

@@ -33,6 +33,8 @@ class OffloadConfig:
     """none, or cpu: what the backward pass will need."""
     nvme_path: list[str] = field(default_factory=list)
     """Folders on local disks, each its own disk; blocks are striped over them."""
+    nvme_settings: str | None = None
+    """A file that `trierarch nvme-bench` has written, for all nodes; null reads `nvme.json` in the first path."""
     nvme_checksums: bool = False
     """Check every block that is read against the checksum of what was written."""
     host_budget_gb: float | None = None
@@ -81,10 +83,8 @@ class OffloadConfig:
             raise ConfigError(
                 "offload.nvme_path is empty: give the folder of a local disk, or use cpu instead of nvme"
             )
-        if self.nvme_path and not self.uses_nvme:
-            raise ConfigError(
-                "offload.nvme_path is given, but nothing goes there: set offload.optimizer=nvme, or drop it"
-            )
+        if not self.uses_nvme:
+            self._refuse_of_disks()
         if self.host_budget_gb is not None and self.host_budget_gb <= 0:
             raise ConfigError(f"offload.host_budget_gb={self.host_budget_gb}: must be above 0")
         if not 0 < self.link_gb_s <= LARGEST_LINK_GB_S:
@@ -93,3 +93,11 @@ class OffloadConfig:
             )
         if not 1 <= self.prefetch_layers <= 1000:
             raise ConfigError(f"offload.prefetch_layers={self.prefetch_layers}: must be from 1 to 1000")
+
+    def _refuse_of_disks(self) -> None:
+        """Nothing is ever silently ignored."""
+        for name in ("nvme_path", "nvme_settings", "nvme_checksums"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"offload.{name} is given, but nothing goes to disks: set offload.optimizer=nvme, or drop it"
+                )

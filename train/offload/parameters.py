@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -23,8 +21,7 @@ from train.model.config import ModelConfig
 from train.model.llama import Llama, rope_tables
 from train.offload.buckets import Bucket
 from train.offload.config import Tier
-from train.offload.nvme.leftovers import Identity
-from train.offload.nvme.store import NvmeStore
+from train.offload.disks import store_of
 from train.offload.seam import around_read, groups_of, in_backward, read_again, sharded_modules
 from train.offload.shelf import DiskShelf, MemoryShelf, Shelf
 from train.offload.staging import Far, Near, Staging
@@ -220,10 +217,7 @@ def shelve(parts: Sequence[Llama], config: TrainConfig, device: torch.device) ->
     def make_shelf(sizes: Sequence[int]) -> Shelf:
         if config.offload.parameters is Tier.cpu:
             return MemoryShelf(sizes, pinned)
-        identity = Identity.of(config.run_folder.path, dist.get_rank(), "parameters")
-        paths = [Path(path) for path in config.offload.nvme_path]
-        store = NvmeStore(paths, identity, checksum=config.offload.nvme_checksums)
-        return DiskShelf(store, sizes, ahead, pinned)
+        return DiskShelf(store_of(config, "parameters"), sizes, ahead, pinned)
 
     shelved = Shelved(parts, make_shelf, ahead, device)
     for part in parts:

@@ -1,19 +1,16 @@
 """AdamW with weight decay on matrices only."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.config import OptimConfig, TrainConfig
 from train.offload.buckets import local, make_buckets, slots
 from train.offload.config import Tier
+from train.offload.disks import store_of
 from train.offload.gradients import Gradients, OnDevice, OnHost
-from train.offload.nvme.leftovers import Identity
-from train.offload.nvme.store import NvmeStore
 from train.offload.nvme_states import NvmeStates
 from train.offload.parameters import Shelved
 from train.offload.states import Resident, States
@@ -133,7 +130,4 @@ def _states(config: TrainConfig, device: torch.device) -> States:
         return Resident(device, pinned=False)
     if config.offload.optimizer is Tier.cpu:
         return Resident(torch.device("cpu"), pinned)
-    identity = Identity.of(config.run_folder.path, dist.get_rank(), "optimizer")
-    paths = [Path(path) for path in config.offload.nvme_path]
-    store = NvmeStore(paths, identity, checksum=config.offload.nvme_checksums)
-    return NvmeStates(store, config.offload.prefetch_layers, pinned)
+    return NvmeStates(store_of(config, "optimizer"), config.offload.prefetch_layers, pinned)

@@ -24,10 +24,12 @@ class NvmeStore:
         settings: NvmeSettings | None = None,
         checksum: bool = False,
         warn: Callable[[str], None] = tell,
+        alarm: Callable[[str], None] | None = None,
     ) -> None:
         """`settings`: by default those that `trierarch nvme-bench` has left in the first path.
 
-        `checksum`: check each block that is read against what was written. `warn` is given sentences for a person.
+        `checksum`: check each block that is read against what was written. Sentences for a person go to `warn`
+        when the store is opened, later to `alarm`, by default the same.
         Raises `ConfigError` for settings that are no such thing.
         """
         self._paths = paths
@@ -35,7 +37,7 @@ class NvmeStore:
         if settings is None:  # a folder that is not there is told of when it is opened
             settings = NvmeSettings.load(paths[0]) if paths[0].is_dir() else NvmeSettings()
         self._settings = settings
-        self._warn = warn
+        self._warn, self._alarm = warn, alarm or warn
         self._plan = Plan(len(paths), self._settings.block_bytes)
         self._sums: dict[str, Sums] | None = {} if checksum else None
         self._writes: dict[str, Handle] = {}
@@ -59,7 +61,7 @@ class NvmeStore:
         """
         assert self._volume is None, "open already"
         self._volume = Volume(self._paths, self._plan.file_bytes, self._identity, self._warn)
-        self._threads = IoThreads(self._volume.files, self._settings, self._warn)
+        self._threads = IoThreads(self._volume.files, self._settings, self._alarm)
 
     def read(self, slot: Slot, view: memoryview) -> Handle:
         """Begin to fill the first `slot.nbytes` bytes of `view`: raw bytes, in use until the handle is done.
