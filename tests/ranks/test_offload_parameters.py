@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness.offload import assert_same, outcome
 from harness.one_step import SHAPE, OneStep, make_batch
-from harness.pool import Ranks
+from harness.pool import Ranks, RanksError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -183,7 +183,7 @@ def test_blocks_pass_through_a_device_with_memory_of_its_own(
 def test_a_model_several_times_the_memory_of_the_host_trains(ranks: Ranks, tmp_path: Path) -> None:
     """Weights, fp32 weights and moments on disks: what a process takes at most, and what it would take with them."""
     disks = ["offload.optimizer=nvme", "offload.parameters=nvme", f"offload.nvme_path=[{tmp_path}]"]
-    disks.append("offload.prefetch_layers=1")
+    disks += ["offload.prefetch_layers=1", f"offload.host_budget_gb={BUDGET_GB}"]
     shape = ["dim=256", "heads=8", "ffn_dim=1024", "layers=24", "vocab_size=64"]
 
     def train(more: list[str]) -> tuple[list[float], int, int, int]:
@@ -214,12 +214,19 @@ def test_a_model_several_times_the_memory_of_the_host_trains(ranks: Ranks, tmp_p
 
     ranks(1, lambda: OneStep(OFFLOAD).loss)  # what is imported, and made once
     ((losses, parameters, pools_bytes, taken_bytes),) = ranks(1, train, disks, timeout_s=120)
+    on_host = ["offload.optimizer=cpu", "offload.parameters=cpu"]
+    with pytest.raises(RanksError, match=rf"offload.host_budget_gb={BUDGET_GB}: rank 0 needs 0.32"):
+        ranks(1, train, [*on_host, f"offload.host_budget_gb={BUDGET_GB}"], timeout_s=120)
     ((same, _, _, all_bytes),) = ranks(1, train, ["offload.optimizer=cpu"], timeout_s=120)
     assert losses == same
     state_bytes = (2 + 12) * parameters
-    assert state_bytes > 5 * pools_bytes > 0
+    assert state_bytes > 5 * BUDGET_GB * 1e9 > 5 * pools_bytes > 0
     # All else, the device's part of it too, is the same, but for what malloc has left from other tests.
     assert all_bytes - taken_bytes > 0.5 * state_bytes
+
+
+BUDGET_GB = 0.05
+"""Of the host, for a model whose weights and states take 0.32."""
 
 
 def most_bytes() -> int:

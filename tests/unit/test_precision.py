@@ -96,7 +96,6 @@ def test_float8_says_what_it_needs() -> None:
 
 
 def test_float8_exchanges_the_products_of_the_layers_alone() -> None:
-    pytest.importorskip("torchao.float8")
     config = load_config(["model=llama_1m", "model.vocab_size=512", "model.ffn_dim=360"])
     part = build(config.model, seed=None, device="meta")
     names = [name for name, _ in part.named_parameters()]
