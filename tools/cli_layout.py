@@ -48,7 +48,7 @@ def layout(
     from train.config import load_config
     from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
-    from train.layout.memory import heaviest, lines, memory
+    from train.layout.memory import check_host_budget, heaviest, lines, memory
 
     where: list[str] = []
     what: list[str] = []
@@ -60,6 +60,7 @@ def layout(
     if rank is not None and rank >= dims.ranks:
         raise ConfigError(f"--rank {rank}: the ranks are 0 to {dims.ranks - 1}")
     picture = draw(config, dims, ranks_per_node, rank)
+    check_host_budget(config, dims, "cuda")
     fullest, kept = (
         heaviest(config, dims, "cuda") if rank is None else (rank, memory(config, dims, rank, "cuda"))
     )

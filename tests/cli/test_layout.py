@@ -102,7 +102,7 @@ def test_a_submission_to_gpus_refuses_what_computes_on_a_cpu_alone(trierarch: Tr
     assert "does not compute in fp32 on a GPU" in refused.stderr
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 def test_a_layout_says_what_is_where(trierarch: Trierarch) -> None:
     disks = ["offload.optimizer=nvme", "offload.parameters=nvme", "offload.nvme_path=[/local/nvme]"]
     case = [*DEEPSEEK[:-1], "parallel.zero=3", "tensor_parallel_size=4", *disks]

@@ -83,7 +83,7 @@ def test_a_dry_run_shows_what_a_budget_buys() -> None:
     assert alone([], 2).built.activations > 4_000_000
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 def test_a_dry_run_knows_tiers_that_it_does_not_build(tmp_path: Path) -> None:
     """Weights and activations elsewhere are those that would be here; no file and no memory is taken."""
     disks = f"offload.optimizer=nvme offload.parameters=nvme offload.nvme_path=[{tmp_path}] offload.activations=cpu"

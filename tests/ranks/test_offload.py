@@ -86,7 +86,7 @@ def test_an_offloaded_optimizer_gives_the_same_bits(
     assert not list(tmp_path.glob("trierarch-*")), "files are left"
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 def test_a_run_goes_from_tier_to_tier_and_layout_to_layout(
     ranks: Ranks, toy_tokens: Path, tmp_path: Path
 ) -> None:
@@ -171,7 +171,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 def test_a_disk_that_is_full_in_mid_run_costs_one_sentence_and_no_checkpoint(
     ranks: Ranks, toy_tokens: Path, tmp_path: Path, small_disk: Path
 ) -> None:
@@ -228,7 +228,7 @@ def test_a_delayed_update_computes_with_weights_that_are_one_update_old(
     assert torch.equal(resumed, saves) and saves[2] != late_losses[2]
 
 
-@pytest.mark.req("C7")
+@pytest.mark.req("C6")
 def test_a_slow_disk_is_in_the_events_of_the_run(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
     """With settings from a file for all nodes, by which every request takes too long."""
     settings = tmp_path / "settings.json"
@@ -239,7 +239,7 @@ def test_a_slow_disk_is_in_the_events_of_the_run(ranks: Ranks, toy_tokens: Path,
     assert "the disk is slow" in warned[0]["reason"]
 
 
-@pytest.mark.req("C7")
+@pytest.mark.req("C6")
 def test_a_disk_must_not_have_longer_than_a_step(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
     """Else the watch on steps fires first, and nobody learns that it was the disk."""
     overrides = toy_overrides(toy_tokens, tmp_path, "late", *disk(tmp_path), "resilience.step_timeout_s=100")

@@ -145,7 +145,7 @@ def test_layers_come_back_ahead_of_their_backward(ranks: Ranks, ahead: int) -> N
         over = kind == "use" and layer == 0
 
 
-@pytest.mark.req("C7")
+@pytest.mark.req("C6")
 def test_what_the_pool_has_no_room_for_stays_on_the_device(ranks: Ranks) -> None:
     def small() -> str:
         here = OneStep(["precision=fp32"])

@@ -54,7 +54,7 @@ BACKWARD = ["3", "2", "1", "0"]
 """The head is kept from forward to backward, which has no need of the embedding."""
 
 
-@pytest.mark.req("C6", "C7", "B9")
+@pytest.mark.req("C6", "B9")
 @pytest.mark.parametrize(
     ("size", "layout", "precision"), LAYOUTS, ids=lambda value: str(value).replace(" ", ",")
 )
@@ -178,7 +178,7 @@ def test_blocks_pass_through_a_device_with_memory_of_its_own(
         assert_same(found, expected, tier.value)
 
 
-@pytest.mark.req("C7", "C6")
+@pytest.mark.req("C6")
 @pytest.mark.slow
 def test_a_model_several_times_the_memory_of_the_host_trains(ranks: Ranks, tmp_path: Path) -> None:
     """Weights, fp32 weights and moments on disks: what a process takes at most, and what it would take with them."""

@@ -140,7 +140,7 @@ def test_what_is_moved_and_waited_for_is_in_the_metrics(
     assert 0.5 * 36 * size < read and 0.5 * 36 * size < written
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 def test_saving_and_loading_take_no_more_memory_than_the_pool(
     ranks: Ranks, toy_tokens: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,8 @@ from train.optim.adamw import build_optimizer
 from train.precision.rows import Rows
 from train.precision.scale import LossScale
 
+pytestmark = pytest.mark.req("C7", "A14")
+
 COMMON = [
     "loop.steps=10",
     "loop.eval_batches=1",

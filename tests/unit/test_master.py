@@ -220,7 +220,7 @@ def nvme_states(path: Path, ahead: int, block_bytes: int = 4096) -> NvmeStates:
     return NvmeStates(store, ahead, pinned=False)
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_states_on_nvme_give_the_same_weights(tmp_path: Path, ahead: int) -> None:
     states = nvme_states(tmp_path, ahead)

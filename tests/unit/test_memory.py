@@ -24,7 +24,7 @@ def config_of(*more: str) -> TrainConfig:
     return load_config([*SHAPE, *more])
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 @given(
     shard=st.integers(1, 9),
     tp=st.sampled_from([1, 2, 4]),
@@ -66,7 +66,7 @@ def test_zero_cuts_columns_where_tensor_parallelism_cuts_rows_unevenly() -> None
         assert table.shares(4, 3) == [holding.vocabulary * 16]
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 def test_what_is_offloaded_leaves_the_device() -> None:
     def kept(*more: str) -> dict[Role, Bytes]:
         config = config_of("parallel.zero=3", "precision.parameters=bfloat16", *more)
@@ -97,7 +97,7 @@ def test_what_is_offloaded_leaves_the_device() -> None:
         assert there[Role.activations] == here[Role.activations]
 
 
-@pytest.mark.req("C6", "C7")
+@pytest.mark.req("C6")
 def test_buffers_for_disks_do_not_grow_with_the_model() -> None:
     def buffers(layers: int) -> int:
         config = config_of(

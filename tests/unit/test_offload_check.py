@@ -59,7 +59,7 @@ def test_a_link_must_have_a_speed() -> None:
         config_of(HOST, "offload.link_gb_s=0")
 
 
-@pytest.mark.req("C7")
+@pytest.mark.req("C6")
 @pytest.mark.parametrize(
     "key", ["nvme_path=[/local]", "nvme_settings=/local/nvme.json", "nvme_checksums=true"]
 )

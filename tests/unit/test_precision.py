@@ -26,6 +26,8 @@ from train.precision.policy import prepare_device
 from train.precision.rows import Rows, hold_rows, pack, unpack
 from train.precision.scale import LossScale
 
+pytestmark = pytest.mark.req("C7", "A14")
+
 CPU = torch.device("cpu")
 
 
