@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from contract.errors import ReportedError, UserError
-from contract.exit_codes import ExitCode
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ def together(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
     first_rank, (sentence, code, host) = failed[0]
     if dist.get_rank(group) != first_rank:
         reported = ReportedError(sentence)
-        reported.exit_code = ExitCode(code)
+        reported.exit_code = code
         raise reported
     assert error is not None
     if len(failed) < len(everyone):
