@@ -26,7 +26,7 @@ from train.layout.check import lay_out
 from train.layout.dims import ParallelDims
 from train.layout.holding import zero_of_gradients
 from train.layout.in_flight import in_flight, received_early, splits_backward
-from train.layout.memory import TIERS, Memory, Role, accumulates, memory
+from train.layout.memory import TIERS, Memory, Role, accumulates, check_host_budget, memory
 from train.layout.recompute import most_bytes, plan
 from train.mesh import Mesh
 from train.model.config import padded_vocabulary
@@ -113,6 +113,7 @@ def dry_run(config: TrainConfig, ranks: int, rank: int = 0, ranks_per_node: int 
         config.model.vocab_size = padded_vocabulary(Metadata.read(Path(config.data.prefix)).vocab_size)
     config.model.check_sequence_length(config.data.sequence_length)
     dims = lay_out(config, ranks, ranks_per_node)
+    check_host_budget(config, dims, "cuda")
     # It explains at length how a tensor travels over two axes, for every parameter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

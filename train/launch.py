@@ -174,7 +174,7 @@ class Launch:
         config, world = self._config, self._world
         there = room(self._device, world.local_size, config.offload.nvme_path)
         kept = memory(config, dims, world.rank, self._device.type)
-        check_fits(kept, there, world.rank, world.local_size)
+        check_fits(config, kept, there, world.rank, world.local_size)
         if self._leader:
             fullest, most = heaviest(config, dims, self._device.type)
             self._table = lines(fullest, most, config.offload, there.limits())

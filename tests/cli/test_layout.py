@@ -132,7 +132,7 @@ def test_a_budget_counts_before_anything_is_queued_or_started(trierarch: Trierar
         assert refused.returncode == ExitCode.CONFIG
         assert re.fullmatch(
             r"trierarch: offload.host_budget_gb=0.0001: rank 0 needs [\d.]+ GB of memory of the host "
-            r"\(optimizer state [\d.]+\): raise it, or move more to disks \(offload.optimizer=nvme\)\n",
+            r"\(optimizer state [\d.]+\): raise it, or move that to disks \(offload.optimizer=nvme\)\n",
             refused.stderr,
         ), refused.stderr
 

@@ -8,10 +8,13 @@ import torch.distributed as dist
 from harness.one_step import CPU, OneStep
 from harness.pool import Ranks
 
-from train.layout.memory import Bytes, memory, total
-from train.offload.gradients import OnHost
+from train.layout.memory import Bytes, Role, memory, total
+from train.offload.buckets import make_buckets
+from train.offload.config import Tier
+from train.offload.gradients import OnDevice, OnHost
 from train.offload.nvme_states import NvmeStates
 from train.offload.states import Resident
+from train.offload.transfer import Transfer
 from train.offload.weights import Staged
 from train.optim.adamw import build_optimizer
 from train.optim.master import MasterAdamW
@@ -96,3 +99,25 @@ def test_each_tier_holds_what_was_reckoned(ranks: Ranks, tmp_path: Path, size: i
         least = 0.7 if "delayed_update" in layout else 0.95
         assert host >= least * reckoned_host - PAGES_BYTES
         assert host > 0
+
+
+@pytest.mark.req("C6", "A11")
+@pytest.mark.parametrize("gradients", ["none", "cpu"])
+def test_buffers_between_a_device_and_the_host_are_what_was_reckoned(ranks: Ranks, gradients: str) -> None:
+    """Those that an optimizer on the host makes for a device with memory of its own, made here for a CPU."""
+    overrides = ["parallel.zero=2", "offload.optimizer=cpu", f"offload.gradients={gradients}"]
+    for taken, reckoned in ranks(2, buffers, overrides, timeout_s=120):
+        assert taken == reckoned
+
+
+def buffers(overrides: list[str]) -> tuple[int, int]:
+    """Bytes that are taken, and reckoned."""
+    step = OneStep(overrides)
+    made = make_buckets(step.sharded.parts, step.config.model)
+    transfer = Transfer(CPU)
+    Staged(made, transfer, later=False)
+    if step.config.offload.gradients is Tier.none:
+        OnDevice(made, transfer)
+    taken = sum(pool.held_bytes for pool in transfer._pools)
+    transfer.close()
+    return taken, memory(step.config, step.dims, 0, "cuda")[Role.under_way].host

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.disks import mounted
 from harness.offload import COMMON, STEPS, assert_same, left_by, opened
 from harness.pool import Ranks, RanksError
 from harness.toy import toy_overrides, train_toy
 from torch import Tensor
 
-from contract.errors import NodeError
+from contract.errors import NodeError, UserError
 from contract.exit_codes import ExitCode
 from contract.run_folder import RunFolder
 from train.offload.nvme_states import NvmeStates
@@ -55,6 +56,8 @@ def left(folder: Path, name: str, step: int = STEPS) -> dict[str, Tensor]:
         (2, "zero=3 gradient_accumulation_steps=2 precision=fp32"),
         pytest.param(1, "gradient_accumulation_steps=2 precision=bf16", marks=pytest.mark.chaos),
         pytest.param(2, "zero=0 precision=bf16", marks=pytest.mark.slow),
+        pytest.param(2, "zero=2 cp=2 precision=bf16", marks=pytest.mark.slow),
+        pytest.param(2, "zero=3 compile=true precision=bf16", marks=pytest.mark.chaos),
         pytest.param(2, "zero=2 precision=bf16 model.tie_embeddings=true", marks=pytest.mark.chaos),
         pytest.param(4, "zero=2 dp_replicate=2 micro_batch_size=1 precision=bf16", marks=pytest.mark.chaos),
         pytest.param(4, "zero=3 tp=2 precision=bf16", marks=pytest.mark.slow),
@@ -80,6 +83,8 @@ def test_an_offloaded_optimizer_gives_the_same_bits(
     train(ranks, size, toy_tokens, tmp_path, "none", *more, *plain)
     expected = left(tmp_path, "none")
     tiers = {"host": HOST, "all_host": ALL_HOST, "nvme": [*disk(tmp_path), "offload.gradients=cpu"]}
+    if "zero=3" in words and "compile=true" not in words:
+        tiers["everything"] = [*tiers["nvme"], "offload.parameters=nvme", "offload.activations=cpu"]
     for name, tier in tiers.items():
         train(ranks, size, toy_tokens, tmp_path, name, *more, *tier)
         assert_same(left(tmp_path, name), expected, name)
@@ -247,3 +252,26 @@ def test_a_disk_must_not_have_longer_than_a_step(ranks: Ranks, toy_tokens: Path,
         RanksError, match=r"limit_s=120 s .* resilience.step_timeout_s=100 s, which would fire first"
     ):
         ranks(1, train_toy, overrides, timeout_s=120)
+
+
+@pytest.mark.req("C6")
+def test_all_ranks_end_alike_where_one_has_no_disk(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    """With the code of a crash, as another node may have it, and no traceback on any rank."""
+    (tmp_path / "disk").mkdir()
+
+    def how_it_ends(paths: list[str]) -> tuple[str, int, str]:
+        overrides = toy_overrides(
+            toy_tokens,
+            tmp_path,
+            "run",
+            "offload.optimizer=nvme",
+            f"offload.nvme_path=[{paths[dist.get_rank()]}]",
+        )
+        with pytest.raises(UserError) as ended, opened(overrides):
+            pass
+        return type(ended.value).__name__, int(ended.value.exit_code), str(ended.value)
+
+    there, missing = str(tmp_path / "disk"), str(tmp_path / "none")
+    (_, code, said), (kind, same, told) = ranks(2, how_it_ends, [there, missing])
+    assert (code, same, kind) == (1, 1, "NodeError")
+    assert "none" in said and "none" in told

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train.config import TrainConfig, load_config
 from train.data.loader import Batch
 from train.layout.check import lay_out
+from train.layout.memory import STATE, memory, total
 from train.mesh import Mesh
 from train.model.config import parameter_count
 from train.model.llama import Llama, build, next_token_loss
@@ -64,9 +65,12 @@ def batches(config: TrainConfig) -> list[Batch]:
     return [Batch(one[:, :-1], one[:, 1:], None) for one in tokens]
 
 
-def measure(overrides: list[str]) -> tuple[int, int, int]:
+def measure(overrides: list[str]) -> tuple[tuple[int, int, int], int, int]:
+    """What lives; and as reckoned the state alone, and with all else that may live besides."""
     config = load_config(overrides)
-    return live_bytes(config, lay_out(config, dist.get_world_size()), batches(config))
+    dims = lay_out(config, dist.get_world_size())
+    reckoned = memory(config, dims, dist.get_rank(), "cpu")
+    return live_bytes(config, dims, batches(config)), total(reckoned, STATE).device, total(reckoned).device
 
 
 MEMORY = [(2, "bf16", zero) for zero in range(4)] + [(8, "fp32", 1), (8, "fp32", 3)]
@@ -83,7 +87,8 @@ def test_memory_is_what_the_formula_says(
     parameters = parameter_count(model)
     between, within, after = (value * parameters for value in formula(zero, size, precision))
     layer_bytes = 4 * (parameters - 2 * model.vocabulary * model.dim) / LAYERS
-    for found in ranks(size, measure, overrides, timeout_s=120):
+    for found, state_bytes, most_bytes in ranks(size, measure, overrides, timeout_s=120):
+        assert 0.9 * state_bytes < found[1] < most_bytes, (state_bytes, found[1], most_bytes)
         assert found[0] == pytest.approx(between, rel=0.05)
         assert within < found[1] < within + 6 * layer_bytes
         assert found[2] == pytest.approx(after, rel=0.05)

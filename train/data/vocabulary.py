@@ -14,7 +14,7 @@ def with_vocabulary(config: TrainConfig) -> TrainConfig:
         return config
     try:
         facts = json.loads(Path(f"{config.data.prefix}.json").read_text(encoding="utf-8"))
-        vocabulary = padded_vocabulary(facts["vocab_size"])
-    except (OSError, ValueError, KeyError):
+        vocabulary = padded_vocabulary(int(facts["vocab_size"]))
+    except (OSError, ValueError, KeyError, TypeError):  # whoever trains on it says what is wrong with it
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocabulary))

@@ -6,6 +6,7 @@ from enum import StrEnum
 from contract.errors import ConfigError
 
 LARGEST_DEGREE = 10**9
+LARGEST_GB = 1e6
 
 
 class ContextMethod(StrEnum):
@@ -96,5 +97,10 @@ class ParallelConfig:
                 raise ConfigError(
                     f"parallel.{name}={value}: must be at least 1 and at most {LARGEST_DEGREE:,}"
                 )
+        budget_gb = self.recompute_budget_gb
+        if budget_gb is not None and not 0 < budget_gb <= LARGEST_GB:
+            raise ConfigError(
+                f"parallel.recompute_budget_gb={budget_gb}: must be above 0 and at most {LARGEST_GB:g}"
+            )
         if not 0 <= self.zero <= 3:
             raise ConfigError(f"parallel.zero={self.zero}: choose 0, 1, 2 or 3")

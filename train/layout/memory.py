@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
 from train.layout.batch import micro_batches
+from train.layout.config import Recompute
 from train.layout.dims import ParallelDims, is_sharded
 from train.layout.holding import Holding, Unit, holdings, units, zero_of_gradients
-from train.layout.recompute import Plan, plan
-from train.offload.config import OffloadConfig, Tier
+from train.layout.recompute import Plan, plan, up_gb
+from train.offload.config import STAGED, WRITERS, OffloadConfig, Tier
 from train.offload.nvme.files import round_up
 from train.precision.config import Moments, Table
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 MASTER_BYTES = 12
 """A parameter in the blocks of `train.offload.states`: weight and both moments in fp32."""
-STAGED = 2
-"""Buckets on their way between a device and the host, each way: one moves while the other is computed with."""
 _GB = 1e9
 
 
@@ -123,8 +122,8 @@ def check_host_budget(config: "TrainConfig", dims: ParallelDims, device_type: st
         found = memory(config, dims, rank, device_type)
         if total(found).host > budget_gb * _GB:
             raise ConfigError(
-                f"offload.host_budget_gb={budget_gb:g}: rank {rank} needs {total(found).host / _GB:.3g} GB of memory "
-                f"of the host ({_on_host(found)}): raise it, or {_advice(config)}"
+                f"offload.host_budget_gb={budget_gb:g}: rank {rank} needs {on_host(found)}: raise it, or "
+                f"{advice(config, found)}"
             )
 
 
@@ -150,9 +149,12 @@ def lines(
             )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     found = ["  ".join([one[0].ljust(widths[0]), *map(str.rjust, one[1:], widths[1:])]) for one in table]
-    for tier in shown:
-        if getattr(sums, tier) > limits.get(tier, math.inf):
-            found.append(f"{_HEADS[tier]}: more than there is, which may end in a lack of memory")
+    # Disks are held against what is free when what dead processes have left there is gone.
+    found += [
+        f"{_HEADS[tier]}: more than there is, which may end in a lack of memory"
+        for tier in shown
+        if tier != "nvme" and getattr(sums, tier) > limits.get(tier, math.inf)
+    ]
     return [line.rstrip() for line in found]
 
 
@@ -215,10 +217,12 @@ class _RankMemory:
         return found
 
     def _gathering(self) -> Bytes:
-        if not is_sharded(self._config, self._dims) or self._sharers == 1:
+        if not is_sharded(self._config, self._dims):
             return Bytes()
-        # A gradient in the type of its product, and in that in which it travels.
-        gradient_bytes = self._precision.arriving_bytes + self._precision.reduce.bytes
+        # A gradient in the type of its product, and in that in which it travels: what goes and, where one rank has all
+        # that comes out of it, as much again.
+        travels = 2 if self._sharers == 1 else 1
+        gradient_bytes = self._precision.arriving_bytes + travels * self._precision.reduce.bytes
         size = gradient_bytes * max((unit.parameters for unit in self._units), default=0)
         if self._config.parallel.zero == 3:
             # One computes, one has been asked for.
@@ -228,20 +232,19 @@ class _RankMemory:
 
     def _fetching(self, kept: Plan) -> Bytes:
         """Activations that leave, and that are brought back."""
-        most = max((keep.host_bytes for keep in kept.layers.values()), default=0)
-        return Bytes(device=(self._offload.prefetch_layers + 2) * most)
+        sizes = [keep.host_bytes for keep in kept.layers.values()]
+        return Bytes(device=min(self._offload.prefetch_layers + 2, len(sizes)) * max(sizes, default=0))
 
     def _on_disks(self) -> Bytes:
         """Memory of the host for what is read, used and written."""
         ahead, size = self._offload.prefetch_layers, 0
         if self._offload.optimizer is Tier.nvme:
-            blocks = [round_up(MASTER_BYTES * elements) for elements in self._buckets()]
-            size += min(ahead + 2, len(blocks)) * max(blocks, default=0)
+            blocks = [round_up(max(1, MASTER_BYTES * elements)) for elements in self._buckets()]
+            size += sum(each * min(blocks.count(each), ahead + 2) for each in set(blocks))
         if self._offload.parameters is Tier.nvme:
             blocks = self._blocks()
-            # Of each size some, as `train.offload.shelf` has them.
             for each in set(blocks):
-                size += each * (min(blocks.count(each), ahead + 2) + min(blocks.count(each), 2))
+                size += each * (min(blocks.count(each), ahead + 2) + min(blocks.count(each), WRITERS))
         return Bytes(host=size)
 
     def _crossing(self) -> Bytes:
@@ -251,7 +254,8 @@ class _RankMemory:
         if self._offload.gradients is Tier.none:
             host += STAGED * round_up(4 * bucket)
         if self._offload.parameters is not Tier.none:
-            device += (self._offload.prefetch_layers + 1) * max(self._blocks(), default=0)
+            blocks = self._blocks()
+            device += min(self._offload.prefetch_layers + 1, len(blocks)) * max(blocks, default=0)
         elif not self._offload.delayed_update:
             host += STAGED * round_up(self._held_bytes * bucket)
         return Bytes(device=device, host=host)
@@ -304,19 +308,26 @@ def accumulates(config: "TrainConfig", dims: ParallelDims) -> bool:
     )
 
 
-def _on_host(memory: Memory) -> str:
-    parts = [f"{role.value} {memory[role].host / _GB:.3g}" for role in Role if memory[role].host]
-    return ", ".join(parts)
+def on_host(memory: Memory) -> str:
+    """Say how much memory of the host that is, and what for."""
+    parts = [f"{role.value} {up_gb(memory[role].host):.3g}" for role in Role if memory[role].host]
+    return f"{up_gb(total(memory).host):.3g} GB of memory of the host ({', '.join(parts)})"
 
 
-def _advice(config: "TrainConfig") -> str:
+def advice(config: "TrainConfig", memory: Memory) -> str:
+    """Say what takes most away of what a rank has on the host."""
     offload = config.offload
-    if Tier.cpu in (offload.optimizer, offload.parameters):
-        names = [name for name in ("optimizer", "parameters") if getattr(offload, name) is Tier.cpu]
-        return f"move more to disks ({' '.join(f'offload.{name}=nvme' for name in names)})"
-    if offload.prefetch_layers > 1:
-        return f"lower offload.prefetch_layers={offload.prefetch_layers}"
-    return "share the state among more ranks"
+    largest = max(Role, key=lambda role: memory[role].host)
+    if largest in (Role.optimizer, Role.parameters):
+        return f"move that to disks (offload.{largest.name}=nvme)"
+    if largest is Role.gradients:
+        return "set offload.gradients=none"
+    if largest is Role.activations:
+        if config.parallel.recompute is Recompute.auto:
+            return f"have less go there by a lower offload.link_gb_s={offload.link_gb_s:g}"
+        return "lower parallel.micro_batch_size, or set parallel.recompute=full"
+    fewer = f"lower offload.prefetch_layers={offload.prefetch_layers}, or " * (offload.prefetch_layers > 1)
+    return f"{fewer}share the state among more ranks (parallel.zero, parallel.tp, parallel.pp)"
 
 
 def _unit(size: int) -> tuple[str, float]:

@@ -184,7 +184,7 @@ class _Room:
         if self.budget_bytes < least_bytes:
             raise ConfigError(
                 f"parallel.recompute_budget_gb={self.budget_bytes / _GB:g}: a rank keeps at least "
-                f"{_up(least_bytes):g} GB even if every layer computes everything again: set it to that or more, or "
+                f"{up_gb(least_bytes):g} GB even if every layer computes everything again: set it to that or more, or "
                 "lower parallel.micro_batch_size"
             )
 
@@ -250,7 +250,7 @@ def _fixed_choice(recompute: Recompute, cost: LayerCost) -> frozenset[str] | Non
     return frozenset(cost.kept_bytes) if recompute is Recompute.selective else frozenset()
 
 
-def _up(size_bytes: int) -> float:
+def up_gb(size_bytes: int) -> float:
     """Gigabytes with three digits, rounded up: a number that works when it is given back."""
     digits: float = 10.0 ** (math.floor(math.log10(size_bytes)) - 2)
     return math.ceil(size_bytes / digits) * digits / _GB

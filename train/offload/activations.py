@@ -21,7 +21,7 @@ from train.model.llama import Llama
 from train.monitor.live_bytes import storages
 from train.monitor.progress import tell
 from train.offload.host_pool import HostPool
-from train.offload.transfer import Event, Transfer
+from train.offload.transfer import Event, Stopwatch, Transfer
 
 LEAST_BYTES = 1024
 """What a copy is worth: less stays."""
@@ -42,6 +42,9 @@ class Carrier:
         """That have begun since then."""
         self._device = device
         self._out, self._in = Transfer(device), Transfer(device)
+        self._waits = Stopwatch(device)
+        self._before_s = 0.0, 0.0
+        """Seconds of copies and of waits when `metrics` was last called."""
         self._module = torch.get_device_module(device)
         self._sent: list[torch.UntypedStorage] = []
         self._leaving: list[tuple[Event, list[torch.UntypedStorage]]] = []
@@ -80,14 +83,22 @@ class Carrier:
 
     def wait(self, event: Any) -> None:
         """Have what the device is told from now on wait for `event`."""
-        self._module.current_stream(self._device).wait_event(event)
+        stream = self._module.current_stream(self._device)
+        with self._waits.around(stream):
+            stream.wait_event(event)
 
     def metrics(self) -> dict[str, float]:
         """What there was since the last call, a step; and the memory of the host that is taken."""
-        moved_bytes = self.moved_bytes / max(self.steps, 1)
-        self.moved_bytes = self.steps = 0
+        steps = max(self.steps, 1)
+        copies_s = self._out.copies.total_s() + self._in.copies.total_s()
+        # A CPU does nothing beside its copies.
+        waits_s = copies_s if self._device.type == "cpu" else self._waits.total_s()
+        moved_bytes, before_s = self.moved_bytes, self._before_s
+        self.moved_bytes, self.steps, self._before_s = 0, 0, (copies_s, waits_s)
         return {
-            "offload_activations_moved_bytes": moved_bytes,
+            "offload_activations_moved_bytes": moved_bytes / steps,
+            "offload_activations_copies_s": (copies_s - before_s[0]) / steps,
+            "offload_activations_exposed_s": (waits_s - before_s[1]) / steps,
             "offload_activations_host_bytes": float(self.pool.held_bytes),
         }
 

@@ -4,8 +4,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from contract.errors import ConfigError
+from train.layout.config import LARGEST_GB
 
-LARGEST_LINK_GB_S = 1e6
+STAGED = 2
+"""Buckets on their way between a device and the host, each way: one moves while the other is computed with."""
+WRITERS = 2
+"""Blocks of one size that may be written at a time: one is filled while the one before goes to its file."""
 
 
 class Tier(StrEnum):
@@ -83,14 +87,16 @@ class OffloadConfig:
             raise ConfigError(
                 "offload.nvme_path is empty: give the folder of a local disk, or use cpu instead of nvme"
             )
+        if "" in (path.strip() for path in self.nvme_path) or len(set(self.nvme_path)) < len(self.nvme_path):
+            raise ConfigError(
+                f"offload.nvme_path=[{','.join(self.nvme_path)}]: name folders of different disks, each once"
+            )
         if not self.uses_nvme:
             self._refuse_of_disks()
-        if self.host_budget_gb is not None and self.host_budget_gb <= 0:
-            raise ConfigError(f"offload.host_budget_gb={self.host_budget_gb}: must be above 0")
-        if not 0 < self.link_gb_s <= LARGEST_LINK_GB_S:
-            raise ConfigError(
-                f"offload.link_gb_s={self.link_gb_s}: must be above 0 and at most {LARGEST_LINK_GB_S:g}"
-            )
+        for name in ("host_budget_gb", "link_gb_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= LARGEST_GB:
+                raise ConfigError(f"offload.{name}={value}: must be above 0 and at most {LARGEST_GB:g}")
         if not 1 <= self.prefetch_layers <= 1000:
             raise ConfigError(f"offload.prefetch_layers={self.prefetch_layers}: must be from 1 to 1000")
 

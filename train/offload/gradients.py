@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from train.offload.buckets import Bucket, cut, elements, local, slots
+from train.offload.config import STAGED
 from train.offload.transfer import Event, Transfer
 
 Given = list[Tensor | None]
@@ -63,7 +64,7 @@ class OnDevice:
         self._places: list[Tensor] = []
         if transfer is not None:
             size = max(map(elements, buckets))
-            self._places = [transfer.empty(size, torch.float32) for _ in range(2)]
+            self._places = [transfer.empty(size, torch.float32) for _ in range(STAGED)]
 
     def found(self) -> dict[nn.Parameter, Tensor]:
         """See `Gradients`."""

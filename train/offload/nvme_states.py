@@ -1,12 +1,14 @@
 """fp32 weights and moments in files on NVMe, of which a bounded number of blocks is in memory (ZeRO-Infinity,
 arXiv 2104.07857)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from train.offload.nvme.files import round_up
 from train.offload.nvme.plan import Slot
 from train.offload.nvme.pool import BufferPool, bytes_of
 from train.offload.nvme.store import NvmeStore
@@ -30,8 +32,9 @@ class _Place:
 class NvmeStates:
     """Blocks that are read from a store before they are needed, and written back behind the caller's back.
 
-    See `States`. A pool of `ahead` + 2 buffers: the blocks that were asked for, the one in use, and the one before
-    it, which is being written. What stays in a buffer until it is needed again is not read again.
+    See `States`. For blocks of each size `ahead` + 2 buffers, or as many as there are such blocks: for those that were
+    asked for, the one in use, and the one before it, which is being written. What stays in a buffer until it is needed
+    again is not read again.
     """
 
     device = torch.device("cpu")
@@ -41,8 +44,10 @@ class NvmeStates:
         self.ahead = ahead
         self._store = store
         self._pinned = pinned
-        self._pool: BufferPool | None = None
-        self._buffers = 0
+        self._pools: dict[int, BufferPool] = {}
+        """By size, so that a large embedding does not widen all."""
+        self._buffers: Counter[int] = Counter()
+        """How many buffers there are of each size."""
         self._slots: list[Slot] = []
         self._sizes: list[int] = []
         self._places: dict[int, _Place] = {}
@@ -51,7 +56,7 @@ class NvmeStates:
     @property
     def held_bytes(self) -> int:
         """Memory that the buffers take, whatever the number of blocks."""
-        return 0 if self._pool is None else self._pool.held_bytes
+        return sum(pool.held_bytes for pool in self._pools.values())
 
     def allocate(self, sizes: Sequence[int]) -> None:
         """See `States`; also sets the space on the disks aside."""
@@ -59,13 +64,14 @@ class NvmeStates:
         widths = [KINDS * size * torch.float32.itemsize for size in sizes]
         self._slots = [self._store.allocate(f"states {index}", width) for index, width in enumerate(widths)]
         self._store.open()
-        self._buffers = min(self.ahead + 2, len(sizes))
-        self._pool = BufferPool(self._buffers, max(*widths, 1), self._pinned)
+        blocks = Counter(self._size(index) for index in range(len(sizes)))
+        self._buffers = Counter({size: min(self.ahead + 2, count) for size, count in blocks.items()})
+        self._pools = {size: BufferPool(count, size, self._pinned) for size, count in self._buffers.items()}
 
     def ask(self, index: int) -> None:
         """See `States`."""
         if index not in self._places:
-            buffer = self._room()
+            buffer = self._room(self._size(index))
             handle = self._store.read(self._slots[index], bytes_of(buffer))
             self._places[index] = _Place(buffer, handle)
 
@@ -92,20 +98,24 @@ class NvmeStates:
     def close(self) -> None:
         """See `States`; the files go."""
         self._store.close()
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._pools.values():
+            pool.close()
         self._places.clear()
 
-    def _room(self) -> Tensor:
+    def _size(self, index: int) -> int:
+        """Bytes of the buffers for a block."""
+        return round_up(max(1, KINDS * self._sizes[index] * torch.float32.itemsize))
+
+    def _room(self, size: int) -> Tensor:
         """A buffer that nothing needs, else that of the block put back longest ago, else of the one asked for first."""
-        assert self._pool is not None, "allocate first"
-        if len(self._places) == self._buffers:
-            free = [index for index, place in self._places.items() if not place.used]
+        alike = [index for index in self._places if self._size(index) == size]
+        if len(alike) == self._buffers[size]:
+            free = [index for index in alike if not self._places[index].used]
             index = next((index for index in free if not self._places[index].wanted), free[0])
             place = self._places.pop(index)
             self._wait(place)
-            self._pool.release(place.buffer)
-        return self._pool.acquire()
+            self._pools[size].release(place.buffer)
+        return self._pools[size].acquire()
 
     @staticmethod
     def _wait(place: _Place) -> None:

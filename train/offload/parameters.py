@@ -143,6 +143,7 @@ class Shelved:
         traffic = self._shelf.traffic()
         return {
             "offload_parameters_from_cpu_bytes": float(self._staging.moved_bytes),
+            "offload_parameters_copies_s": self._staging.copies_s,
             "offload_parameters_from_nvme_bytes": float(traffic.read_bytes),
             "offload_parameters_to_nvme_bytes": float(traffic.written_bytes),
             "offload_parameters_nvme_busy_s": traffic.busy_s,

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 from contract.errors import ConfigError, NodeError
-from train.layout.memory import STATE, Memory, Role, total
+from train.config import TrainConfig
+from train.layout.memory import STATE, Memory, Role, advice, on_host, total
+from train.layout.recompute import up_gb
+from train.offload.config import Tier
 
 _GB = 1e9
 _PROC = Path("/proc")
@@ -31,7 +34,9 @@ class Room:
 
     def limits(self) -> Mapping[str, int]:
         """By tier, as for `train.layout.memory.lines`."""
-        known = {"device": self.device, "host": self.host, "nvme": self.nvme}
+        # What a CPU computes with is memory of the host.
+        device = self.host if self.device is None else self.device
+        known = {"device": device, "host": self.host, "nvme": self.nvme}
         return {tier: limit for tier, limit in known.items() if limit is not None}
 
 
@@ -52,31 +57,30 @@ def room(device: torch.device, local_ranks: int, nvme_paths: list[str]) -> Room:
     )
 
 
-def check_fits(memory: Memory, there: Room, rank: int, local_ranks: int) -> None:
+def check_fits(config: TrainConfig, memory: Memory, there: Room, rank: int, local_ranks: int) -> None:
     """Raise `ConfigError` where a rank's state has no room, or `NodeError` where only this node has too little.
 
     Activations are reckoned, not known to the byte: they are left to the table and to the device's own word.
     """
     state = total(memory, STATE)
     if there.device is not None and state.device > there.device:
+        more = "optimizer" if config.offload.optimizer is Tier.none else "parameters"
         raise ConfigError(
             f"rank {rank} keeps {state.device / _GB:.3g} GB of weights, gradients and optimizer state on its device, "
             f"which has {there.device / _GB:.3g} GB: share them among more ranks (parallel.zero, parallel.tp, "
-            "parallel.pp, nodes), or set offload.optimizer=cpu"
+            f"parallel.pp, nodes), or set offload.{more}=cpu"
         )
     host = state.host + memory[Role.under_way].host + memory[Role.activations].host
     if there.device is None:
         host += state.device
     if host <= there.host:
         return
-    needs = (
-        f"rank {rank} needs {host / _GB:.3g} GB of memory of the host, and {socket.gethostname()} has "
-        f"{there.host / _GB:.3g} GB free for each of its {local_ranks} rank{'s' * (local_ranks > 1)}"
-    )
+    what = on_host(memory) if there.device is not None else f"{up_gb(host):.3g} GB of memory"
+    each = f" for each of its {local_ranks} ranks" * (local_ranks > 1)
+    needs = f"rank {rank} needs {what}, and {socket.gethostname()} has {there.host / _GB:.3g} GB free{each}"
     if host > there.host_total:
         raise ConfigError(
-            f"{needs}: move more to disks (offload.optimizer=nvme), share it among more ranks, or ask for more memory "
-            "of the node (cluster.memory)"
+            f"{needs}: {advice(config, memory)}, or ask for more memory of the node (cluster.memory)"
         )
     raise NodeError(
         f"{needs}: something else on that node uses {(there.host_total - there.host) / _GB:.3g} GB of it"

@@ -10,13 +10,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from train.offload.config import WRITERS
 from train.offload.nvme.files import round_up
 from train.offload.nvme.pool import BufferPool, bytes_of
 from train.offload.nvme.store import NvmeStore
 from train.offload.nvme.threads import Handle, Traffic
-
-WRITERS = 2
-"""Blocks of one size that may be written at a time: one is filled while the one before goes to its file."""
 
 
 class Shelf(Protocol):

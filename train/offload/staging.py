@@ -17,6 +17,11 @@ class Staging(Protocol):
     moved_bytes: int
     """That were copied to the device so far."""
 
+    @property
+    def copies_s(self) -> float:
+        """Seconds that this has taken."""
+        ...
+
     def begin(self, number: int) -> None:
         """Begin to bring a block; waits for the shelf unless the block is ready there."""
         ...
@@ -38,6 +43,7 @@ class Near:
     """The device computes in the memory of the host."""
 
     moved_bytes = 0
+    copies_s = 0.0
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -68,6 +74,11 @@ class Far:
         """On the device, or on their way there until the event."""
         self._leaving: dict[int, Any] = {}
         """Blocks of the shelf that are being copied, until the event."""
+
+    @property
+    def copies_s(self) -> float:
+        """See `Staging`."""
+        return self._transfer.copies.total_s()
 
     def begin(self, number: int) -> None:
         """See `Staging`."""

@@ -1,8 +1,10 @@
 """Copies between a device and the memory of the host, beside what the device computes."""
 
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +24,40 @@ class Event(Protocol):
         ...
 
 
+class Stopwatch:
+    """Adds up the seconds that work takes by the clock of its device; a CPU does at once what it is told."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._on_cpu = device.type == "cpu"
+        self._done_s = 0.0
+        self._under_way: deque[tuple[Any, Any]] = deque()
+
+    @contextmanager
+    def around(self, stream: Any) -> Iterator[None]:
+        """Context in which work is given to a stream."""
+        if self._on_cpu:
+            began_s = time.perf_counter()
+            yield
+            self._done_s += time.perf_counter() - began_s
+            return
+        start, end = (self._module.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._under_way.append((start, end))
+
+    def total_s(self) -> float:
+        """Of all work that is done."""
+        for _ in range(len(self._under_way)):
+            start, end = self._under_way.popleft()
+            if end.query():
+                self._done_s += start.elapsed_time(end) / 1000
+            else:
+                self._under_way.append((start, end))
+        return self._done_s
+
+
 class Transfer:
     """A stream for copies to or from one device. A CPU has streams too, which do at once what they are told."""
 
@@ -30,6 +66,7 @@ class Transfer:
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()
         self._pools: list[BufferPool] = []
+        self.copies = Stopwatch(device)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host for so many values, page-locked where a GPU copies from and to it, until `close`."""
@@ -45,7 +82,7 @@ class Transfer:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Context of copies, which nothing on the device waits for by itself."""
-        with self._module.stream(self._stream):
+        with self._module.stream(self._stream), self.copies.around(self._stream):
             yield
 
     @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from train.offload.buckets import Bucket, cut, elements
+from train.offload.config import STAGED
 from train.offload.transfer import Event, Transfer
 
 
@@ -80,7 +81,7 @@ class Staged:
         self._transfer = transfer
         sizes = [elements(bucket) for bucket in buckets]
         if not later:
-            sizes = [max(sizes)] * min(2, len(buckets))
+            sizes = [max(sizes)] * min(STAGED, len(buckets))
         dtype = buckets[0][0].parameter.dtype
         self._places = [transfer.empty(size, dtype) for size in sizes]
         self._sent: list[Event] = [Arrived() for _ in sizes]

@@ -42,6 +42,7 @@ def build_parts(config: TrainConfig, mesh: Mesh, device: torch.device, seed: int
     `seed` None leaves the weights as they are in memory: for a checkpoint that is loaded next. Nothing is allocated
     that the rank does not keep: parts are cut and sharded before they have memory.
     """
+    prepare_device(config.precision, device)
     return materialise(shape_parts(config, mesh), config, mesh, device, seed)
 
 
@@ -88,7 +89,6 @@ def materialise(
     parts: list[Llama], config: TrainConfig, mesh: Mesh, device: torch.device, seed: int | None
 ) -> Sharded:
     """The second half of `build_parts`: give the parts memory on `device`, and values."""
-    prepare_device(config.precision, device)
     shelved = None
     if config.offload.parameters is Tier.none:
         for part in parts:

@@ -56,8 +56,8 @@ class Table(StrEnum):
         return elements // columns * (columns + SCALE_BYTES)
 
 
-LARGEST_SCALE = 2.0**24
-"""Of a loss: beyond it the squares of gradients in fp32 would be what overflows."""
+LEAST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**24
+"""Of a loss: beyond them the squares of gradients in fp32 would be what overflows, or nothing."""
 SCALING = ("loss_scale", "loss_scale_growth_steps", "loss_scale_min", "loss_scale_patience")
 
 
@@ -157,10 +157,10 @@ class PrecisionConfig:
                 f"precision.{changed}={getattr(self, changed)} does nothing, for no product is computed in float16: "
                 "leave it out, or choose precision=fp16"
             )
-        if not 0 < self.loss_scale_min <= self.loss_scale <= LARGEST_SCALE:
+        if not LEAST_SCALE <= self.loss_scale_min <= self.loss_scale <= LARGEST_SCALE:
             raise ConfigError(
                 f"precision.loss_scale={self.loss_scale}: must be from precision.loss_scale_min="
-                f"{self.loss_scale_min}, which is above 0, to {LARGEST_SCALE:.0f}"
+                f"{self.loss_scale_min}, which is at least {LEAST_SCALE:g}, to {LARGEST_SCALE:.0f}"
             )
         for name in ("loss_scale_growth_steps", "loss_scale_patience"):
             if getattr(self, name) < 1:

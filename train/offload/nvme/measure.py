@@ -83,8 +83,7 @@ def measure(
     path_bytes = size_bytes // len(paths)
     if path_bytes < LEAST_BYTES:
         raise ConfigError(
-            f"a size of {size_bytes / 1e6:,.0f} MB is too small: give at least "
-            f"{LEAST_BYTES * len(paths) / 1e6:,.0f} MB"
+            f"--size of {size_bytes:,} bytes is too small: give at least {-(-LEAST_BYTES * len(paths) // 10**6)}MB"
         )
     identity = Identity.of(Path("nvme-bench"), os.getpid(), "bench")
     with closing(Volume(paths, [path_bytes] * len(paths), identity, tell)) as volume:

@@ -97,8 +97,8 @@ def _free_bytes(path: Path) -> int:
 def _no_room(path: Path, wanted_bytes: int) -> NodeError | ConfigError:
     facts = os.statvfs(path)
     sentence = (
-        f"{socket.gethostname()}: the NVMe path {path} has {_free_bytes(path) / 1e9:.2f} GB free and a rank wants "
-        f"{wanted_bytes / 1e9:.2f} GB there: make room, name more disks, or put less there"
+        f"{socket.gethostname()}: the NVMe path {path} has {_free_bytes(path) / 1e9:.3g} GB free and a rank wants "
+        f"{wanted_bytes / 1e9:.3g} GB there: make room, name more disks, or put less there"
     )
     if wanted_bytes > facts.f_blocks * facts.f_frsize > 0:
         return ConfigError(sentence)
