@@ -10,16 +10,6 @@ if TYPE_CHECKING:
     from train.dry_run import DryRun
     from train.offload.config import OffloadConfig
 
-_ROWS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "accumulated": "gradients added up",
-    "gathered": "gathered parameters",
-    "activations": "activations",
-    "total": "in all",
-}
-
 
 def show_dry_run(
     overrides: Sequence[str],
@@ -68,6 +58,8 @@ def _print(found: "DryRun", offload: "OffloadConfig", ranks: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from train.layout.memory import Role, lines
+
     place = ", ".join(f"{axis} {index}" for axis, index in found.coordinates.items())
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"rank {found.rank} of {ranks} ({found.layout}) at {place}", markup=False)
@@ -76,12 +68,11 @@ def _print(found: "DryRun", offload: "OffloadConfig", ranks: int) -> None:
     table = Table("GB", box=None)
     for head in ("built here", "by formula", "by formula, on a GPU"):
         table.add_column(head, justify="right")
-    for name, words in _ROWS.items():
+    rows = {role.name: role.value for role in Role if role is not Role.under_way}
+    for name, words in {**rows, "total": "in all"}.items():
         sizes = (getattr(one, name) for one in (found.built, found.reckoned, found.reckoned_on_gpu))
         table.add_row(words, *(f"{size / 1e9:.3f}" for size in sizes))
     console.print(table)
-    from train.layout.memory import lines
-
     console.print("by formula, on a GPU, with what single layers need for a while:")
     console.print("\n".join(lines(found.rank, found.on_gpu, offload)), markup=False)
     count = found.micro_batches_in_flight

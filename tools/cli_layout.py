@@ -48,7 +48,7 @@ def layout(
     from train.config import load_config
     from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
-    from train.layout.memory import check_host_budget, heaviest, lines, memory
+    from train.layout.memory import as_tree, check_host_budget, heaviest, lines, memory
 
     where: list[str] = []
     what: list[str] = []
@@ -65,8 +65,7 @@ def layout(
         heaviest(config, dims, "cuda") if rank is None else (rank, memory(config, dims, rank, "cuda"))
     )
     if as_json:
-        kept_bytes = {role.name: dataclasses.asdict(sizes) for role, sizes in kept.items()}
-        facts = {**dataclasses.asdict(picture), "memory": {"rank": fullest, "bytes": kept_bytes}}
+        facts = {**dataclasses.asdict(picture), "memory": {"rank": fullest, **as_tree(kept)}}
         print(json.dumps(facts, indent=1))
         return
     from tools.layout_picture import render

@@ -26,7 +26,7 @@ from train.layout.check import lay_out
 from train.layout.dims import ParallelDims
 from train.layout.holding import zero_of_gradients
 from train.layout.in_flight import in_flight, received_early, splits_backward
-from train.layout.memory import TIERS, Memory, Role, accumulates, check_host_budget, memory
+from train.layout.memory import Memory, Role, accumulates, as_tree, check_host_budget, memory
 from train.layout.recompute import most_bytes, plan
 from train.mesh import Mesh
 from train.model.config import padded_vocabulary
@@ -96,10 +96,7 @@ class DryRun:
         for name in ("built", "reckoned", "reckoned_on_gpu"):
             tree[name] = {f"{key}_bytes": value for key, value in tree[name].items()}
             tree[name]["total_bytes"] = getattr(self, name).total
-        tree["on_gpu"] = {
-            role.name: {f"{tier}_bytes": getattr(sizes, tier) for tier in TIERS}
-            for role, sizes in self.on_gpu.items()
-        }
+        tree["on_gpu"] = as_tree(self.on_gpu)
         return tree
 
 

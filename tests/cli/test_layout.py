@@ -113,8 +113,8 @@ def test_a_layout_says_what_is_where(trierarch: Trierarch) -> None:
     assert state is not None and float(state[1]) == pytest.approx(12 * total / 32 / 1e9, rel=0.01)
     facts = json.loads(trierarch(*case, "--nodes", "4", "--rank", "5", "--json").stdout)["memory"]
     assert facts["rank"] == 5
-    assert facts["bytes"]["optimizer"]["nvme"] == pytest.approx(12 * total / 32, rel=0.01)
-    assert facts["bytes"]["parameters"]["device"] == 0
+    assert facts["optimizer"]["nvme_bytes"] == pytest.approx(12 * total / 32, rel=0.01)
+    assert facts["parameters"]["device_bytes"] == 0
 
 
 @pytest.mark.req("C6")

@@ -76,6 +76,13 @@ def total(memory: Memory, roles: Iterable[Role] = Role) -> Bytes:
     return sum((memory[role] for role in roles), Bytes())
 
 
+def as_tree(memory: Memory) -> dict[str, dict[str, int]]:
+    """Plain data."""
+    return {
+        role.name: {f"{tier}_bytes": getattr(sizes, tier) for tier in TIERS} for role, sizes in memory.items()
+    }
+
+
 def memory(config: "TrainConfig", dims: ParallelDims, rank: int, device_type: str) -> dict[Role, Bytes]:
     """Return what `rank` keeps in a layout that `lay_out` has passed, on a "cuda" device or a "cpu".
 
