@@ -1,16 +1,15 @@
 """Continue a text with a trained model."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from contract.errors import UserError
 from contract.run_folder import RunFolder
 from train.checkpoint.manifest import Manifest, read_manifest
-from train.checkpoint.reader import SafeReader, damage
+from train.checkpoint.reader import SafeReader, damage, load_tree
+from train.checkpoint.slices import DamagedError
 from train.config import read_config
 from train.data.metadata import Metadata
 from train.model.config import ModelConfig
@@ -34,9 +33,13 @@ def load_model(run: RunFolder) -> tuple[Llama, Manifest]:
     manifest = newest_whole(run)
     model = build(ModelConfig(**manifest.model), seed=None, device=torch.device("cpu"))
     tree = {"model": model.state_dict()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: that is meant
-        dcp.load(tree, storage_reader=SafeReader(run.checkpoints / f"step_{manifest.step}"), no_dist=True)
+    folder = run.checkpoints / f"step_{manifest.step}"
+    try:
+        load_tree(tree, SafeReader(folder, manifest))
+    except DamagedError as error:
+        raise UserError(
+            f"checkpoint {folder} is damaged: {error}: move the folder away to use an older one"
+        ) from error
     model.load_state_dict(tree["model"])
     return model.eval(), manifest
 

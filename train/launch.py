@@ -4,9 +4,10 @@ import errno
 import json
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ import configs.compose
 from contract.errors import ConfigError, ReportedError, SaveError, UserError
 from contract.run_folder import HAND_STARTED, Event, job_identity, start_number
 from train import bootstrap
+from train.checkpoint.digests import digest
 from train.checkpoint.manifest import Manifest
-from train.checkpoint.store import CheckpointStore, broadcast
+from train.checkpoint.retain import Retention
+from train.checkpoint.staging import Staging
+from train.checkpoint.store import CheckpointStore
+from train.checkpoint.write import broadcast
 from train.config import WATCH_MARGIN_S, Resume, TrainConfig
 from train.data.loader import TokenWindows, TrainLoader, describe_change
 from train.evaluate import Evaluator
@@ -50,6 +55,8 @@ from train.state import TrainState, seed_everything
 SHARED_STORAGE_WAIT_S = 10.0
 PASSING = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EREMOTEIO)
 """What a shared file system fails with while it fails over, or has thrown this node out."""
+SPARED = 0.9
+"""Share of the free memory of a host that copies of the state may take, with which checkpoints are saved."""
 LAUNCHERS = {"mpi": "mpirun", "slurm": "srun"}
 """What people call a launcher, where that is another name."""
 
@@ -110,8 +117,17 @@ class Launch:
                 data=windows.fingerprint | _sample_order(config),
                 layout=asdict(dims) | {"zero": config.parallel.zero},
                 samples_per_step=config.loop.samples_per_step,
+                versions=_versions(),
+                config=digest(self._config_text.encode()),
             ),
-            keep_last=config.checkpoint.keep_last,
+            retention=Retention(
+                config.checkpoint.keep_last,
+                config.checkpoint.keep_every_steps,
+                config.checkpoint.keep_best,
+                config.checkpoint.disk_budget_gb,
+            ),
+            verify_load=config.checkpoint.verify_load,
+            staging=self._staging() if config.checkpoint.background else None,
             check_owner=self.owner.check,
         )
         newest = checkpoints.newest()
@@ -136,7 +152,7 @@ class Launch:
         if newest is not None:
             beat(Phase.LOAD, newest.step)
             began_s = time.monotonic()
-            together(control, lambda: checkpoints.load(state, newest))
+            newest = checkpoints.restore(state, newest)
             self._load_s = time.monotonic() - began_s
             beat(Phase.START)
         elif not fresh:
@@ -164,6 +180,12 @@ class Launch:
             recorder=self._recorder(state) if self._leader else None,
             peak_flops=None if peak is None else peak * 1e12 * world.size,
         )
+
+    def _staging(self) -> Staging:
+        def room_bytes() -> int:
+            return int(SPARED * room(self._device, self._world.local_size, []).host)
+
+        return Staging(room_bytes, pinned=self._device.type == "cuda")
 
     def _lay_out(self) -> ParallelDims:
         world = self._world
@@ -351,6 +373,10 @@ class Launch:
             tell(f"note: {note}")
         for line in self._table:
             tell(line)
+        if self._config.checkpoint.background and state.stored():
+            tell(
+                "checkpoints are written while training waits: the optimizer's state is read from where it is kept"
+            )
         if self._config.offload.delayed_update:
             tell("each step computes with weights that are one update old (offload.delayed_update)")
         if state.step > 0:
@@ -427,6 +453,14 @@ def _sample_order(config: TrainConfig) -> dict[str, Any]:
         "data.sequence_length": data.sequence_length,
         "data.validation_fraction": data.validation_fraction,
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of what writes a checkpoint."""
+    found = {"torch": str(torch.__version__)}
+    with suppress(metadata.PackageNotFoundError):  # run from a copy of the sources
+        found["trierarch"] = metadata.version("trierarch")
+    return found
 
 
 def _device_name(device: torch.device) -> str:

@@ -57,6 +57,7 @@ class Parts:
     def close(self) -> None:
         """End the threads, free what lies on disks, and write out metrics."""
         self.loader.close()
+        self.checkpoints.close()
         self.state.optimizer.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -111,6 +112,8 @@ def train(parts: Parts) -> Outcome:
             _log(parts, mean_loss(loss, parts.mesh), float(grad_norm), lr, clock.step_time_s(state.step))
             clock.restart(state.step)
         parts.progress.step(state.step)
+        if parts.checkpoints.poll() is False:
+            parts.agreement.postpone(RETRY_SAVE_S)
 
         if decision.stop and not last:
             return _stop(parts)
@@ -140,6 +143,7 @@ def _refuse_divergence(parts: Parts, grad_norm: float) -> None:
     """End the run before weights that are no numbers reach a checkpoint; the norm is the same on all ranks."""
     if math.isfinite(grad_norm) or parts.state.precision.scale.active:  # which has skipped the step
         return
+    parts.checkpoints.wait()
     steps = parts.run.published_steps()
     newest = f"continue from step_{steps[-1]}" if steps else "start again"
     sentence = (
@@ -189,7 +193,11 @@ def _follow_phase(parts: Parts, loss: Tensor, copies: Collection[Tensor]) -> Non
 
 
 def _on_all_ranks(parts: Parts, error: UserError) -> UserError:
-    """Return what this rank raises for an error that all ranks know of: one of them tells the user."""
+    """Return what this rank raises for an error that all ranks know of: one of them tells the user.
+
+    They are all there to finish a save in the background first.
+    """
+    parts.checkpoints.wait()
     if parts.recorder is not None:
         return error
     reported = ReportedError(str(error))
@@ -205,9 +213,9 @@ def _stop(parts: Parts) -> Outcome:
 
 
 def _save(parts: Parts, required: bool) -> None:
-    """Save; where training goes on anyway a failure costs nothing but the wait for the next try."""
+    """Save, in the background where training goes on; a failure costs nothing then but the wait for the next try."""
     step = parts.state.step
-    if parts.checkpoints.save(parts.state):
+    if parts.checkpoints.save(parts.state, background=not required):
         parts.agreement.saved()
         return
     parts.agreement.postpone(RETRY_SAVE_S)
@@ -229,6 +237,7 @@ def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: fl
     further = parts.engine.metrics() | parts.state.optimizer.metrics()
     if parts.recorder is None:
         return
+    stall_s = parts.checkpoints.take_stall_s()
     values = {
         "loss": loss,
         **({"grad_norm": grad_norm} if math.isfinite(grad_norm) else {}),  # a skipped step has none
@@ -236,6 +245,7 @@ def _log(parts: Parts, loss: float, grad_norm: float, lr: float, step_time_s: fl
         "tokens": parts.state.tokens,
         "tokens_per_s": tokens_per_s,
         "step_time_s": step_time_s,
+        **({} if stall_s is None else {"save_stall_s": stall_s}),
         **further,
         **parts.state.precision.metrics(),
     }

@@ -96,13 +96,14 @@ class TrainState:
         # What the precision of the saving run did not have starts anew.
         precision = {k: v for k, v in self.precision.state_dict().items() if f"precision.{k}" in saved}
         read({"progress": progress, "rng": {own: rng}} | ({"precision": precision} if precision else {}))
-        self.precision.load_state_dict(precision)
-        self.step, self.samples, self.tokens = (int(value) for value in progress.values())
-        _set_rng_state(rng)
         if isinstance(self.optimizer, (MasterAdamW, CompactAdamW)):
             self.optimizer.load(read)
         else:
             self._load_training_state(read)
+        # Last: where the values above are damaged, an older step is loaded as if this one had not been there.
+        self.precision.load_state_dict(precision)
+        self.step, self.samples, self.tokens = (int(value) for value in progress.values())
+        _set_rng_state(rng)
 
     def _load_training_state(self, read: ReadInto) -> None:
         model_tree, moments_tree = self._training_state()

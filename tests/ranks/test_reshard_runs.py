@@ -125,9 +125,9 @@ def watch(method: str, settings: list[str]) -> int:
     owner = CheckpointStore if hasattr(CheckpointStore, method) else Launch
     original = getattr(owner, method)
 
-    def watched(*args: object) -> object:
+    def watched(*args: object, **settings: object) -> object:
         result = []
-        grown.append(growth_bytes(lambda: result.append(original(*args))))
+        grown.append(growth_bytes(lambda: result.append(original(*args, **settings))))
         return result[0]
 
     with mock.patch.object(owner, method, watched):

@@ -24,7 +24,9 @@ from contract.errors import UserError
 from contract.exit_codes import ExitCode
 from contract.run_folder import STEP_FOLDER, Event, RunFolder, read_json_lines
 from contract.variables import START
+from train.checkpoint.digests import digest
 from train.checkpoint.manifest import Manifest, read_manifest
+from train.checkpoint.retain import Retention
 from train.checkpoint.store import CheckpointStore
 from train.config import load_config
 from train.data.prepare import prepare
@@ -71,7 +73,9 @@ def assert_same_run(one: RunFolder, other: RunFolder, tmp_path: Path) -> None:
 @pytest.mark.req("C13")
 def test_each_start_writes_where_no_other_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A rank of an earlier start that wakes up must not write into a later one's files."""
-    store = CheckpointStore(RunFolder(tmp_path), dist.group.WORLD, Manifest(0, 1, {}, {}), 1, lambda: None)
+    store = CheckpointStore(
+        RunFolder(tmp_path), dist.group.WORLD, Manifest(0, 1, {}, {}), Retention(1), lambda: None
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     folders = []
     for restart, start in [("", "0"), ("", "1"), ("1", "0")]:
@@ -256,6 +260,7 @@ def test_metadata_that_would_run_code_is_refused(ranks: Ranks, toy_tokens: Path,
     (step / ".metadata").write_bytes(pickle.dumps(Evil()))
     manifest = json.loads((step / "manifest.json").read_text())
     manifest["files"][".metadata"] = (step / ".metadata").stat().st_size
+    manifest["metadata"] = digest((step / ".metadata").read_bytes())
     (step / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RanksError, match=r"asks for posix.mkdir, which no checkpoint needs"):
         ranks(1, train_toy, overrides)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are brought when their turn comes: none but the current one need be in memory."""
+"""What a rank writes of a checkpoint: hashed as it is written, some of it brought when its turn comes."""
 
 import dataclasses
 import io
@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
+
+from train.checkpoint.digests import Digest, digest
 
 Path = tuple[str, ...]
 """Keys from the root of a tree of tensors to one of them."""
@@ -26,20 +29,17 @@ class Stored:
     """Bring what this rank has of it; valid until the next one is brought."""
 
 
-class StoredPlanner(DefaultSavePlanner):
-    """Saves a tree in which some tensors only have a shape, and brings their values one by one.
+class HashingPlanner(DefaultSavePlanner):
+    """Saves a tree in which some tensors may only have a shape, brings their values one by one, and hashes all.
 
-    With a writer that writes each before it asks for the next: see `copy_ahead`.
+    For a writer that writes each before it asks for the next: `FileSystemWriter(per_thread_copy_ahead=0)`.
     """
 
     def __init__(self, stored: Mapping[Path, Stored]) -> None:
         super().__init__()
         self._stored = stored
-
-    @property
-    def copy_ahead(self) -> int:
-        """For `FileSystemWriter.per_thread_copy_ahead`: how much it may copy from a GPU ahead of writing, in bytes."""
-        return 0 if self._stored else 10_000_000
+        self.digests: list[Digest] = []
+        """Of the slices that were written so far."""
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Put the items in the order in which they are cheap to read; see torch."""
@@ -47,9 +47,17 @@ class StoredPlanner(DefaultSavePlanner):
         return super().finish_plan(dataclasses.replace(new_plan, items=items))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return what is to be written; see torch."""
+        """Return what is to be written, and keep its hash; see torch."""
         stored = self._stored.get(self._path(write_item))
-        return super().resolve_data(write_item) if stored is None else stored.read()
+        data = super().resolve_data(write_item) if stored is None else stored.read()
+        # Anything else would be pickled, and a pickle can run any code when it is read.
+        assert isinstance(data, Tensor), f"{write_item.index.fqn} is no tensor"
+        tensor = packed(data)
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        value = digest(as_bytes(tensor))
+        self.digests.append(Digest(write_item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), value))
+        return tensor
 
     def _order(self, item: WriteItem) -> int:
         stored = self._stored.get(self._path(item))
@@ -57,3 +65,15 @@ class StoredPlanner(DefaultSavePlanner):
 
     def _path(self, item: WriteItem) -> Path:
         return tuple(str(key) for key in self.mappings[item.index.fqn])
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, contiguous, in memory that holds nothing else: as it will lie in a file."""
+    tensor = tensor.detach().cpu().contiguous()
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def as_bytes(tensor: Tensor) -> Any:
+    """The bytes of a contiguous tensor of the CPU, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

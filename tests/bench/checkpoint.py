@@ -1,0 +1,157 @@
+"""How long training stands still for a checkpoint, and how fast one is written and read.
+
+    python tests/bench/checkpoint.py [--ranks 2] [--model llama_25m] [--rounds 5] [--folder FOLDER]
+
+Ranks of one thread each, with the state of a model and its optimizer sharded among them. In turns, because machines
+are noisy: a plain `dcp.save`, torch's `dcp.async_save`, and ours in the background (under 5 % of the plain save's time
+is wanted for the stall). Only ours hashes, reads back and publishes; all sync their files. Then both ways to read:
+`dcp.load`, and ours with and without hashing, each from files that were just read.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `harness`
+
+from harness.offload import opened
+from harness.pool import RankPool
+from harness.toy import QUIET
+from harness.toy_text import write_toy_text
+
+from train.checkpoint.manifest import read_manifest
+from train.data.prepare import prepare
+from train.loop import Parts
+
+Seconds = dict[str, list[float]]
+
+
+def main() -> None:
+    """Measure and print medians."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", default="llama_25m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints are written; a temporary one by default"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = Path(temporary)
+        prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
+        overrides = [
+            *QUIET,
+            f"model={options.model}",
+            f"data.prefix={folder / 'toy'}",
+            f"run.root={folder}",
+            "run.name=run",
+            "parallel.zero=3",
+            "loop.eval_batches=0",
+            "checkpoint.keep_last=1",
+        ]
+        pool = RankPool(1)
+        try:
+            found = pool.run(options.ranks, measure, overrides, folder, options.rounds, timeout_s=1800)
+        finally:
+            pool.close()
+    report(*found[0])
+
+
+def measure(overrides: list[str], folder: Path, rounds: int) -> tuple[int, Seconds]:
+    """Bytes of the state, and seconds of rank 0 by what was done; the first round doesn't count."""
+    warnings.filterwarnings("ignore")
+    found: Seconds = {}
+    with opened(overrides) as parts:
+        group = dist.new_group(backend="gloo")
+        for number in range(rounds + 1):
+            for name, turn in turns(parts, folder, group).items():
+                dist.barrier()
+                for kind, seconds in turn().items():
+                    if number > 0:
+                        found.setdefault(f"{name}: {kind}", []).append(seconds)
+                    elif name == "ours" and kind == "stall":
+                        found["ours: stall of the first"] = [seconds]
+        manifest = read_manifest(parts.run.checkpoints / f"step_{parts.state.step}")
+    return manifest.bytes, found
+
+
+def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict[str, float]]]:
+    """What is compared."""
+    state, store = parts.state, parts.checkpoints
+    plain = folder / "plain"
+
+    def fresh() -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(plain, ignore_errors=True)
+        dist.barrier()
+
+    def save() -> dict[str, float]:
+        fresh()
+        began_s = time.perf_counter()
+        dcp.save(state.state_dict(), checkpoint_id=plain, process_group=group)
+        return {"stall": time.perf_counter() - began_s}
+
+    def async_save() -> dict[str, float]:
+        fresh()
+        began_s = time.perf_counter()
+        future = dcp.async_save(state.state_dict(), checkpoint_id=plain, process_group=group)
+        stall_s = time.perf_counter() - began_s
+        future.result()  # type: ignore[union-attr]
+        return {"stall": stall_s, "until it is there": time.perf_counter() - began_s}
+
+    def ours() -> dict[str, float]:
+        state.step += 1
+        began_s = time.perf_counter()
+        assert store.save(state, background=True)
+        stall_s = time.perf_counter() - began_s
+        assert store.wait()
+        return {"stall": stall_s, "until it is there": time.perf_counter() - began_s}
+
+    def load() -> dict[str, float]:
+        tree = state.state_dict()
+        began_s = time.perf_counter()
+        dcp.load(tree, checkpoint_id=plain, process_group=group)
+        return {"load": time.perf_counter() - began_s}
+
+    def load_ours(verify: bool) -> dict[str, float]:
+        manifest = read_manifest(parts.run.checkpoints / f"step_{state.step}")
+        store.verify_load = verify
+        began_s = time.perf_counter()
+        store.load(state, manifest)
+        return {"load": time.perf_counter() - began_s}
+
+    return {
+        "dcp.save": save,
+        "dcp.async_save": async_save,
+        "ours": ours,
+        "dcp": load,
+        "ours without hashes": lambda: load_ours(False),
+        "ours with hashes": lambda: load_ours(True),
+    }
+
+
+def report(size: int, found: Seconds) -> None:
+    """Print medians, and what they mean."""
+    print(f"checkpoint of {size / 1e6:,.0f} MB")
+    middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+    for name, seconds in middle.items():
+        print(f"{name:36} {seconds:8.3f} s  {size / seconds / 1e6:8,.0f} MB/s")
+    plain = middle["dcp.save: stall"]
+    for name in ("ours: stall", "dcp.async_save: stall"):
+        print(f"{name}: {100 * middle[name] / plain:.1f} % of a plain save's time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Ranks killed at any moment of a save: what is published is whole, and nothing that was published is lost."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from contract.run_folder import Event, RunFolder
+from train.checkpoint.manifest import Manifest, read_manifest
+from train.checkpoint.reader import SafeReader, damage, load_tree
+from train.checkpoint.retain import Retention
+from train.checkpoint.staging import Staging
+from train.checkpoint.store import CheckpointStore
+
+KILLS = {1: 120, 4: 80}
+
+
+@dataclass
+class State:
+    """As little of a `TrainState` as a store needs."""
+
+    step: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": {f"w{number}": torch.full((300,), float(self.step)) for number in range(8)}}
+
+    def stored(self) -> Mapping[Any, Any]:
+        return {}
+
+
+def save_on(run: RunFolder, rank: int, ranks: int, store_file: Path, begin: int) -> None:
+    """Save step after step, as one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store_file), ranks), rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    store = CheckpointStore(
+        run,
+        group,
+        Manifest(0, ranks, {}, {}),
+        Retention(2, keep_every_steps=7),
+        lambda: None,
+        staging=Staging(lambda: 1 << 30, pinned=False),
+    )
+    if rank == 0:
+        store.clean()
+    for step in range(begin, begin + 10_000):
+        assert store.save(State(step), background=step % 3 > 0)  # type: ignore[arg-type]
+
+
+def start(run: RunFolder, ranks: int, store_file: Path, begin: int) -> list[int]:
+    """Fork the ranks; return their process ids."""
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                save_on(run, rank, ranks, store_file, begin)
+            finally:
+                os._exit(1)
+        children.append(child)
+    return children
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.req("C9", "A22")
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_is_published_is_whole_whenever_ranks_are_killed(tmp_path: Path, ranks: int) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    newest = left_over = 0
+    for number in range(KILLS[ranks]):
+        children = start(run, ranks, tmp_path / f"store{number}", newest + 1)
+        time.sleep(random.uniform(0.1, 0.6 + 0.2 * ranks))
+        for child in random.sample(children, ranks):
+            os.kill(child, signal.SIGKILL)
+            time.sleep(random.choice([0, 0.01, 0.05]))
+        for child in children:
+            os.waitpid(child, 0)
+        told = [event["step"] for event in run.read_events() if event["event"] == Event.SAVED]
+        steps = run.published_steps()
+        problems = {step: damage(run.checkpoints / f"step_{step}") for step in steps}
+        assert not any(problems.values()), problems
+        # A rank may be killed between the rename and the word of it.
+        assert max(steps, default=0) in (max(told, default=0), max(told, default=0) + 1)
+        assert max(steps, default=0) >= newest
+        newest = max(steps, default=0)
+        left_over += any("." in path.name for path in run.checkpoints.iterdir())
+        if newest:
+            folder = run.checkpoints / f"step_{newest}"
+            tree = {"model": {f"w{index}": torch.empty(300) for index in range(8)}}
+            load_tree(tree, SafeReader(folder, read_manifest(folder)))
+            assert all(bool((tensor == newest).all()) for tensor in tree["model"].values())
+    assert newest > 20 and left_over > KILLS[ranks] // 10, "the kills have hit nothing"

@@ -1,0 +1,169 @@
+"""Where the bytes of each slice of a tensor lie in torch's distributed checkpoint."""
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from train.checkpoint.digests import Box
+
+_LOCAL_HEADER_BYTES = 30
+
+
+class DamagedError(Exception):
+    """A checkpoint does not hold what was written; the text is a clause that says where."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a tensor, and the part of a file that holds it as a zip archive of `torch.save`."""
+
+    tensor: str
+    start: Box
+    shape: Box
+    dtype: torch.dtype
+    path: Path
+    offset: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rank(self) -> int:
+        """The one that wrote it."""
+        return int(self.path.name.split("_")[2])
+
+    @property
+    def end(self) -> Box:
+        """The first place after it, in each dimension."""
+        return tuple(begin + size for begin, size in zip(self.start, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        return f"the slice of {self.tensor} at {list(self.start)}, which rank {self.rank} wrote to {self.path.name},"
+
+    def position(self) -> int:
+        """Where its values begin in the file; raise `DamagedError` where they are not found."""
+        if self.nbytes == 0:
+            return self.offset
+        try:
+            with self.path.open("rb") as file:
+                return self.offset + self._position(_Part(file, self.offset, self.length))
+        except Exception as error:  # a damaged archive raises anything
+            raise DamagedError(f"{self} cannot be found in it ({error})") from error
+
+    def _position(self, view: Any) -> int:
+        with zipfile.ZipFile(view) as archive:
+            (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != self.nbytes:
+            raise ValueError(f"it has {entry.file_size} bytes instead of {self.nbytes}")
+        view.seek(entry.header_offset)
+        header = view.read(_LOCAL_HEADER_BYTES)
+        names_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        return entry.header_offset + _LOCAL_HEADER_BYTES + names_bytes
+
+
+class _Part(io.RawIOBase):
+    """Part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if begin + offset < 0:
+            raise ValueError(f"a place {-begin - offset} bytes before the slice is asked for")
+        self._at = begin + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
+
+
+def slices(folder: Path, metadata: Metadata, tensor: str) -> list[Slice]:
+    """All slices of a tensor, in the order of `.metadata`."""
+    found = metadata.state_dict_metadata[tensor]
+    assert isinstance(found, TensorStorageMetadata)
+    return [_slice(folder, metadata, tensor, chunk) for chunk in found.chunks]
+
+
+def indexed_slice(folder: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
+    """The slice that a plan for reading means."""
+    found = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(found, TensorStorageMetadata) and index.index is not None
+    return _slice(folder, metadata, index.fqn, found.chunks[index.index])
+
+
+def _slice(folder: Path, metadata: Metadata, tensor: str, chunk: ChunkStorageMetadata) -> Slice:
+    found = metadata.state_dict_metadata[tensor]
+    assert isinstance(found, TensorStorageMetadata)
+    stored = metadata.storage_data[MetadataIndex(tensor, chunk.offsets)]
+    return Slice(
+        tensor=tensor,
+        start=tuple(chunk.offsets),
+        shape=tuple(chunk.sizes),
+        dtype=found.properties.dtype,
+        path=folder / stored.relative_path,
+        offset=stored.offset,
+        length=stored.length,
+    )
+
+
+def read_into(path: Path, offset: int, buffer: Any) -> None:
+    """Fill `buffer`, any writable one of bytes, from a place of a file; `DamagedError` where the file ends before."""
+    view = memoryview(buffer)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise DamagedError(f"{path.name} ends after {offset + done} bytes")
+            done += count
+    finally:
+        os.close(descriptor)
+
+
+def drop_from_memory(path: Path) -> None:
+    """Have the next reading of a file that was synced come from its disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems cannot: then memory is compared with memory
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def tensors(metadata: Metadata) -> Iterator[tuple[str, TensorStorageMetadata]]:
+    """Names and forms of all tensors of a checkpoint."""
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, TensorStorageMetadata):
+            yield name, found
