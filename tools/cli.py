@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from contract.errors import ConfigError, UserError
+from tools.cli_ckpt import app as ckpt_app
 from tools.cli_cluster import app as cluster_app
 from tools.cli_data import app as data_app
 from tools.cli_lab import app as lab_app
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train large models on Slurm supercomputers: one command in, a finished run out.",
 )
+app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
 app.add_typer(lab_app, name="lab")

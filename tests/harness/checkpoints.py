@@ -1,0 +1,190 @@
+"""Small checkpoints of every format, made by the libraries that such files come from."""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start and shape."""
+MODEL = {"vocab_size": 64, "dim": 32, "layers": 1, "heads": 2, "ffn_dim": 48, "max_sequence_length": 16}
+
+
+class CutPlanner(dcp.DefaultSavePlanner):
+    """Saves chosen tensors in boxes, as if several ranks had them."""
+
+    def __init__(self, cuts: Mapping[str, Sequence[Box]]) -> None:
+        super().__init__()
+        self._cuts = cuts
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        for item in plan.items:
+            boxes = self._cuts.get(item.index.fqn)
+            items += [item] if boxes is None else self._boxes(item.index.fqn, boxes)
+        self.plan = SavePlan(items, planner_data=plan.planner_data)
+        return self.plan
+
+    def _boxes(self, name: str, boxes: Sequence[Box]) -> list[WriteItem]:
+        tensor = self.state_dict[name]
+        properties = TensorProperties.create_from_tensor(tensor)
+        return [
+            WriteItem(
+                MetadataIndex(name, torch.Size(start), index),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(start), torch.Size(shape)), properties, tensor.size()
+                ),
+            )
+            for index, (start, shape) in enumerate(boxes)
+        ]
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = self.state_dict[write_item.index.fqn]
+        if write_item.index.fqn not in self._cuts:
+            return super().resolve_data(write_item)
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        box = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        return data[box]
+
+
+def save_dcp(
+    folder: Path, tree: Mapping[str, Any], cuts: Mapping[str, Sequence[Box]] | None = None, files: int = 1
+) -> Path:
+    """Save with torch; returns the folder."""
+    writer = dcp.FileSystemWriter(folder, thread_count=files)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            dict(tree),
+            storage_writer=writer,
+            planner=CutPlanner(cuts or {}),
+            no_dist=True,
+        )
+    return folder
+
+
+def load_dcp(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Load with torch into tensors as those of `like`."""
+
+    def empty(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return torch.full_like(tree, 77)
+        return {name: empty(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+    found: dict[str, Any] = empty(like)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def flat(tree: Mapping[str, Any], name: str = "") -> dict[str, Tensor]:
+    """Tensors of a tree by keys joined with dots."""
+    found: dict[str, Tensor] = {}
+    for key, value in tree.items():
+        path = f"{name}.{key}" if name else str(key)
+        found |= {path: value} if isinstance(value, Tensor) else {}
+        found |= flat(value, path) if isinstance(value, Mapping) else {}
+    return found
+
+
+def state(seed: int = 0, step: int = 7) -> dict[str, Any]:
+    """A tree as our trainer saves it, of the model `MODEL`."""
+    from train.model.config import ModelConfig, parameter_shapes
+
+    generator = torch.Generator().manual_seed(seed)
+    shapes = parameter_shapes(ModelConfig(**MODEL))
+    model = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    moments = {
+        name: {
+            "step": torch.tensor(float(step)),
+            "exp_avg": torch.randn(shape, generator=generator),
+            "exp_avg_sq": torch.rand(shape, generator=generator),
+        }
+        for name, shape in shapes.items()
+    }
+    progress = {name: torch.tensor(step * scale) for name, scale in (("step", 1), ("samples", 8))}
+    return {
+        "model": model,
+        "optimizer": moments,
+        "progress": progress,
+        "rng": {"rank_0": {"torch": torch.ones(9)}},
+    }
+
+
+def save_ours(
+    folder: Path, tree: Mapping[str, Any], step: int = 7, cuts: Mapping[str, Sequence[Box]] | None = None
+) -> Path:
+    """Save a step of format 2; returns its folder."""
+    cuts = cuts or {}
+    save_dcp(folder, tree, cuts)
+    (folder / "digests").mkdir()
+    tensors = flat(tree)
+    slices = []
+    for name, tensor in tensors.items():
+        whole: list[Box] = [((0,) * tensor.dim(), tuple(tensor.shape))]
+        for start, shape in cuts.get(name, whole):
+            part = tensor[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+            slices.append({"tensor": name, "start": start, "shape": shape, "xxh3": hexed(part)})
+    (folder / "digests/rank_0.json").write_text(json.dumps({"slices": slices}))
+    write_manifest(folder, tensors, step)
+    return folder
+
+
+def write_manifest(folder: Path, tensors: Mapping[str, Tensor], step: int, **fields: Any) -> None:
+    """Write `manifest.json` over what is in `folder`."""
+    files = {
+        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+    }
+    manifest = {
+        "step": step,
+        "world_size": 1,
+        "model": MODEL,
+        "data": {},
+        "files": {name: size for name, size in files.items() if name != "manifest.json"},
+        "layout": {"dp_shard": 1, "tp": 1, "zero": 1},
+        "format": 2,
+        "tensors": {
+            name: {"dtype": str(one.dtype)[6:], "shape": list(one.shape), "xxh3": hexed(one)}
+            for name, one in tensors.items()
+        },
+        "digests": {
+            path.name: xxhash.xxh3_128_hexdigest(path.read_bytes())
+            for path in (folder / "digests").glob("*.json")
+        },
+        "metadata": xxhash.xxh3_128_hexdigest((folder / ".metadata").read_bytes()),
+        **fields,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def hexed(tensor: Tensor) -> str:
+    """Hash the bytes of a tensor."""
+    return xxhash.xxh3_128_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+class Hostile:
+    """Unpickled, it runs a command that leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self._mark}",)

@@ -1,0 +1,1 @@
+"""Look into training checkpoints of any format: no GPU, no torch, no foreign code, memory bounded."""

@@ -1,0 +1,66 @@
+"""`ckpt ls`: the steps of a run."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.run_folder import STEP_FOLDER, RunFolder
+from tools.ckpt.findings import UnreadableError
+from tools.ckpt.open import open_source
+from tools.ckpt.report import Depth
+from tools.ckpt.source import Source
+from tools.ckpt.validate import validate
+from train.checkpoint.manifest import NAME as MANIFEST
+
+
+@dataclass(frozen=True)
+class Step:
+    """One folder of a run's checkpoints."""
+
+    name: str
+    step: int | None
+    age_s: float
+    nbytes: int
+    format: str
+    layout: str
+    state: str
+    """whole: it was read back when it was saved, and is complete now; not verified: complete; damaged; unfinished."""
+    reason: str = ""
+
+
+def steps_of(run: Path) -> list[Step]:
+    """List the steps of a run, oldest first; raises `UnreadableError` where there is no folder of a run."""
+    folder = RunFolder(run).checkpoints
+    if not folder.is_dir():
+        raise UnreadableError(f"{run} is no run folder: it has no {folder.name}")
+    found = [_step(path) for path in folder.iterdir() if path.is_dir() and path.name.startswith("step_")]
+    return sorted(found, key=lambda one: (-1 if one.step is None else one.step, one.name))
+
+
+def _step(path: Path) -> Step:
+    number = STEP_FOLDER.match(path.name)
+    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    manifest = path / MANIFEST
+    written = manifest if manifest.is_file() else path
+    age_s = time.time() - written.stat().st_mtime
+    if number is None:
+        state = "set aside" if path.name.endswith(".damaged") else "unfinished"
+        return Step(path.name, None, age_s, nbytes, "", "", state)
+    report = validate(path, Depth.QUICK)
+    layout = ""
+    reason = report.unreadable or "; ".join(map(str, report.errors[:1]))
+    if report.unreadable is None:
+        with open_source(path) as source:
+            layout = layout_of(source)
+    verified = report.checked_by is not None and report.checked_by.startswith("xxh3")
+    state = "damaged" if reason else "whole" if verified else "not verified"
+    return Step(path.name, int(number[1]), age_s, nbytes, report.format, layout, state, reason)
+
+
+def layout_of(source: Source) -> str:
+    """Say in which layout a checkpoint was saved, as far as it is known: degrees above 1."""
+    if not source.layout:
+        return ""
+    degrees = {name: degree for name, degree in source.layout.items() if name != "zero"}
+    shown = [f"{name} {degree}" for name, degree in degrees.items() if degree != 1] or ["1 rank"]
+    return ", ".join([*shown, *([f"zero {source.layout['zero']}"] if source.layout.get("zero") else [])])

@@ -1,0 +1,138 @@
+"""Our steps: torch's distributed checkpoint, with a manifest and (since format 2) hashes beside it.
+
+`digests/rank_R.json` has the hash of each slice that rank R wrote, `manifest.json` those of whole tensors.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from contract.run_folder import STEP_FOLDER
+from tools.ckpt.dcp import METADATA, read_dcp
+from tools.ckpt.findings import DamageError, Finding, UnreadableError, error, note
+from tools.ckpt.pieces import Entry
+from tools.ckpt.source import Source
+from train.checkpoint.manifest import NAME as MANIFEST
+
+DIGESTS = "digests"
+_NEWEST_FORMAT = 2
+
+SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def read_ours(folder: Path) -> Source:
+    """Open a step with a manifest; raises `UnreadableError` if its directory cannot be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        parts = {name: manifest.get(name, {}) for name in ("model", "data", "files", "layout")}
+        step, version = manifest["step"], manifest.get("format", 1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as reason:
+        raise UnreadableError(f"{MANIFEST} of {folder} cannot be read ({reason}): it is damaged") from reason
+    if not isinstance(step, int) or not all(isinstance(part, dict) for part in parts.values()):
+        raise UnreadableError(f"{MANIFEST} of {folder} is damaged: put the file back")
+    if version not in range(1, _NEWEST_FORMAT + 1):
+        raise UnreadableError(
+            f"{folder} has the format {version}, this version reads up to {_NEWEST_FORMAT}: use a newer one"
+        )
+    source = read_dcp(folder)
+    _check_metadata(source, manifest.get("metadata"))
+    source.format, source.step = f"trierarch {version}", step
+    source.layout = parts["layout"]
+    source.facts |= {name: parts[name] for name in ("model", "data")}
+    told = set(manifest) - {"tensors", "digests", "files", "model", "data", "layout"}
+    source.facts["manifest"] = {name: manifest[name] for name in sorted(told)}
+    source.facts["sizes"] = parts["files"]
+    source.facts["steps"] = _steps(source, step)
+    source.findings += _strays(folder, parts["files"])
+    if version >= 2:
+        _add_hashes(source, manifest)
+    else:
+        source.findings.append(note("is of format 1: no hashes, its slices have a CRC-32"))
+    return source
+
+
+def _check_metadata(source: Source, hexed: object) -> None:
+    if hexed is not None and xxhash.xxh3_128_hexdigest((source.path / METADATA).read_bytes()) != hexed:
+        source.findings.append(error(f"does not have the hash that {MANIFEST} says", file=METADATA))
+
+
+def _steps(source: Source, step: int) -> dict[str, int]:
+    told = {MANIFEST: step}
+    if named := STEP_FOLDER.match(source.path.name):
+        told["the folder's name"] = int(named[1])
+    entry = next((one for one in source.entries if one.name == "progress.step"), None)
+    if entry is not None and entry.dtype == "int64" and entry.shape == ():
+        # That it cannot be read is told by whoever looks at files and bytes.
+        with suppress(DamageError):
+            told["progress.step"] = int(source.rows(entry, 0, 1))
+    return told
+
+
+def _strays(folder: Path, files: dict[str, int]) -> list[Finding]:
+    known = {name.partition("/")[0] for name in files} | {MANIFEST, DIGESTS, METADATA}
+    strays = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    text = f"is not of this step: {MANIFEST} does not list it"
+    return [error(text, file=name) for name in strays if not name.endswith(".distcp")]
+
+
+def _add_hashes(source: Source, manifest: dict[str, Any]) -> None:
+    """Give pieces and entries the hashes that they should have."""
+    source.checked_by = "xxh3-128 of each slice and of each tensor"
+    try:
+        found = [_slices_of(source, name, hexed) for name, hexed in manifest["digests"].items()]
+        slices = {key: hexed for one in found for key, hexed in (one or {}).items()}
+        tensors: dict[str, dict[str, Any]] = dict(manifest["tensors"])
+        entries = [_hashed(source, entry, tensors.pop(entry.name, None), slices) for entry in source.entries]
+    except (KeyError, TypeError, AttributeError, ValueError) as reason:
+        source.findings.append(error(f"is damaged ({type(reason).__name__}: {reason})", file=MANIFEST))
+        return
+    source.entries = entries
+    source.findings += [
+        error(f"is in {MANIFEST} and not in the checkpoint", tensor=name) for name in sorted(tensors)
+    ]
+    if None in found:
+        return  # Said already; all its slices would follow.
+    source.findings += [
+        error(f"its part at {list(piece.start)} has no hash", tensor=entry.name, rank=piece.rank)
+        for entry in entries
+        for piece in entry.pieces
+        if piece.xxh3 is None
+    ]
+    source.findings += [
+        error(f"has a hash for a part at {list(start)} that is not in the checkpoint", tensor=name)
+        for name, start, _ in sorted(slices)
+    ]
+
+
+def _slices_of(source: Source, name: str, hexed: str) -> dict[SliceKey, str] | None:
+    """Hashes in a file of `digests`; None, and a finding, if it is damaged."""
+    file = f"{DIGESTS}/{name}"
+    try:
+        raw = (source.path / DIGESTS / Path(name).name).read_bytes()
+    except OSError as reason:
+        source.findings.append(error(f"cannot be read ({reason.strerror})", file=file))
+        return None
+    if xxhash.xxh3_128_hexdigest(raw) != hexed:
+        source.findings.append(error(f"does not have the hash that {MANIFEST} says", file=file))
+        return None
+    return {
+        (one["tensor"], tuple(one["start"]), tuple(one["shape"])): str(one["xxh3"])
+        for one in json.loads(raw)["slices"]
+    }
+
+
+def _hashed(source: Source, entry: Entry, saved: dict[str, Any] | None, slices: dict[SliceKey, str]) -> Entry:
+    keys = [(entry.name, piece.start, piece.shape) for piece in entry.pieces]
+    pieces = [
+        replace(piece, xxh3=slices.pop(key, None)) for piece, key in zip(entry.pieces, keys, strict=True)
+    ]
+    if saved is None:
+        source.findings.append(error(f"is not in {MANIFEST}", tensor=entry.name))
+    elif (saved["dtype"], tuple(saved["shape"])) != (entry.dtype, entry.shape):
+        text = f"is {entry.dtype} {list(entry.shape)}, {MANIFEST} says {saved['dtype']} {saved['shape']}"
+        source.findings.append(error(text, tensor=entry.name))
+    return replace(entry, pieces=tuple(pieces), xxh3=None if saved is None else str(saved["xxh3"]))
