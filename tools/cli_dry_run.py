@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
@@ -68,7 +69,7 @@ def _print(found: "DryRun", offload: "OffloadConfig", ranks: int) -> None:
     table = Table("GB", box=None)
     for head in ("built here", "by formula", "by formula, on a GPU"):
         table.add_column(head, justify="right")
-    rows = {role.name: role.value for role in Role if role is not Role.under_way}
+    rows = {one.name: Role[one.name].value for one in fields(found.built)}
     for name, words in {**rows, "total": "in all"}.items():
         sizes = (getattr(one, name) for one in (found.built, found.reckoned, found.reckoned_on_gpu))
         table.add_row(words, *(f"{size / 1e9:.3f}" for size in sizes))

@@ -42,7 +42,7 @@ def test_a_table_for_a_person(trierarch: Trierarch) -> None:
     assert "rank 0 of 2 (dp_shard 2)" in done.stdout
     assert "layers 0-7 keep everything" in done.stdout
     built, where = done.stdout.split("by formula, on a GPU, with what single layers need for a while:\n")
-    assert re.match(r"[MG]B of rank 0 +device\nparameters", where) and "under way" in where
+    assert re.match(r"[MG]B of rank 0 +device +host\nparameters", where) and "under way" in where
     rows = {line.split("  ")[0].strip(): line.split()[-3:] for line in built.splitlines()[4:]}
     assert rows.keys() == {
         *("parameters", "gradients", "optimizer state", "gradients added up"),

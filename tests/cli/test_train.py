@@ -50,7 +50,9 @@ def test_a_run_shows_what_it_does_and_leaves_what_the_contract_says(
     assert re.search(r"[\d.]+ bits per byte \(zlib level 9 on the same bytes: [\d.]+\)", done.stdout)
     assert "a sample that continues held-out text" in done.stdout
     assert "tensorboard --logdir" in done.stdout
-    table = re.search(r"B of rank 0 +device\nparameters +[\d.]+\n(.*\n)+in all +[\d.]+\n", done.stdout)
+    table = re.search(
+        r"B of rank 0 +device +host\nparameters +[\d.]+ +-\n(.*\n)+in all +[\d.]+ +[\d.]+\n", done.stdout
+    )
     assert table is not None and done.stdout.index("step 20/20") > table.end()
     assert done.stderr == ""
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for `harness`
 from harness.training import Training
 
 from train.config import TrainConfig, load_config
-from train.layout.memory import memory, total
+from train.layout.memory import OFFLOADED, memory, total
 from train.offload.config import Tier
 from train.offload.nvme.pool import BufferPool
 from train.offload.nvme_states import NvmeStates
@@ -170,7 +170,7 @@ def check_device_memory(checks: Checks, name: str, training: Training, before_by
 
 def check_host_memory(checks: Checks, name: str, training: Training) -> None:
     """Pools of the states and of the weights, against what was reckoned for all of the host."""
-    reckoned = total(memory(training.config, training.dims, 0, checks.device.type)).host
+    reckoned = total(memory(training.config, training.dims, 0, checks.device.type), OFFLOADED).host
     optimizer, held = training.optimizer, 0
     if isinstance(optimizer, MasterAdamW):
         states = optimizer._states

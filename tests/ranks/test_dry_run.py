@@ -11,7 +11,7 @@ from harness.pool import Ranks
 from contract.errors import ConfigError
 from train.config import load_config
 from train.dry_run import DryRun, dry_run
-from train.layout.memory import Role, total
+from train.layout.memory import OFFLOADED, Role, total
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +106,7 @@ def test_a_dry_run_knows_tiers_that_it_does_not_build(tmp_path: Path) -> None:
 def test_a_dry_run_refuses_what_the_host_has_no_room_for() -> None:
     """On a GPU, which it is about: there copies need buffers that a CPU does without."""
     layout = ["offload.optimizer=cpu", "parallel.zero=2"]
-    on_gpu = total(alone(layout, 2).on_gpu).host
+    on_gpu = total(alone(layout, 2).on_gpu, OFFLOADED).host
     with pytest.raises(ConfigError, match=r"offload\.host_budget_gb"):
         alone([*layout, f"offload.host_budget_gb={0.99 * on_gpu / 1e9}"], 2)
 

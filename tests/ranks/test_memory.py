@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness.one_step import CPU, OneStep
 from harness.pool import Ranks
 
-from train.layout.memory import Bytes, Role, memory, total
+from train.layout.memory import OFFLOADED, Bytes, Role, memory, total
 from train.offload.buckets import make_buckets
 from train.offload.config import Tier
 from train.offload.gradients import OnDevice, OnHost
@@ -44,7 +44,7 @@ def optimizer_of(step: OneStep) -> MasterAdamW:
 
 def reckoned_by(step: OneStep, rank: int) -> Bytes:
     """In all, by tier."""
-    return total(memory(step.config, step.dims, rank, "cpu"))
+    return total(memory(step.config, step.dims, rank, "cpu"), OFFLOADED)
 
 
 def on_host(step: OneStep, optimizer: MasterAdamW) -> int:

@@ -11,7 +11,7 @@ from contract.errors import ConfigError, NodeError
 from train.config import TrainConfig, load_config
 from train.layout.check import lay_out
 from train.layout.holding import holdings, units
-from train.layout.memory import Bytes, Role, heaviest, lines, memory, total
+from train.layout.memory import OFFLOADED, Bytes, Role, heaviest, lines, memory, total
 from train.model.config import parameter_count
 from train.offload.room import Room, check_fits, host_memory
 
@@ -115,7 +115,9 @@ def test_buffers_for_disks_do_not_grow_with_the_model() -> None:
 @pytest.mark.req("C6")
 def test_a_budget_that_is_too_small_is_refused_with_what_there_is_to_do() -> None:
     overrides = ["parallel.zero=3", "model=llama_25m", "model.vocab_size=8192", "offload.optimizer=cpu"]
-    need = total(memory(config_of(*overrides), lay_out(config_of(*overrides), 2), 0, "cpu")).host / GB
+    need = (
+        total(memory(config_of(*overrides), lay_out(config_of(*overrides), 2), 0, "cpu"), OFFLOADED).host / GB
+    )
     assert lay_out(config_of(*overrides, f"offload.host_budget_gb={1.01 * need}"), 2).dp == 2
     small = f"offload.host_budget_gb={0.7 * need}"
     with pytest.raises(
@@ -272,3 +274,22 @@ def test_what_does_not_fit_ends_before_it_begins() -> None:
     # A CPU's own part comes from the same memory.
     with pytest.raises(ConfigError, match="needs 30 GB"):
         check_fits(config, kept, Room(None, 25 * GB, 25 * GB, None), rank=3, local_ranks=1)
+
+
+@pytest.mark.req("A22")
+@pytest.mark.parametrize(
+    ("more", "share"),
+    [
+        ("parallel.zero=0", 4),  # copies are written once
+        ("parallel.zero=3", 4),
+        ("parallel.zero=2 parallel.dp_replicate=2", 4),
+        ("parallel.zero=3 checkpoint.background=false", None),
+        ("parallel.zero=3 offload.optimizer=cpu", None),  # read from where it is
+        ("parallel.zero=1 precision=four_level", None),
+    ],
+)
+def test_a_save_in_the_background_takes_a_copy_on_the_host(more: str, share: int | None) -> None:
+    config = config_of(*more.split(), "model.dim=64", "model.heads=4", "model.ffn_dim=128")
+    kept = memory(config, lay_out(config, 4), 0, "cuda")
+    expected = 0 if share is None else 12 * parameter_count(config.model) // share
+    assert kept[Role.checkpoint] == Bytes(host=expected)

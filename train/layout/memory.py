@@ -42,8 +42,12 @@ class Role(StrEnum):
     """Kept from forward to backward, of all micro-batches that are under way, when that is most."""
     under_way = "under way"
     """Of single layers: what is gathered, reduced, copied, read or written while others compute."""
+    checkpoint = "copy for a save"
+    """Of the state, from which a checkpoint is written in the background; without room for it saves take longer."""
 
 
+OFFLOADED = tuple(role for role in Role if role is not Role.checkpoint)
+"""What `offload.host_budget_gb` is for."""
 STATE = (Role.parameters, Role.gradients, Role.optimizer, Role.accumulated, Role.gathered)
 """What is known to the byte; activations and what is under way are reckoned less exactly."""
 
@@ -99,6 +103,7 @@ def memory(config: "TrainConfig", dims: ParallelDims, rank: int, device_type: st
         Role.gathered: rank_memory.gathered(),
         Role.activations: Bytes(device=kept.kept_bytes, host=kept.host_bytes),
         Role.under_way: rank_memory.under_way(kept),
+        Role.checkpoint: rank_memory.checkpoint(),
     }
 
 
@@ -127,7 +132,7 @@ def check_host_budget(config: "TrainConfig", dims: ParallelDims, device_type: st
     each = dims.ranks // dims.pp
     for rank in range(0, dims.ranks, each):
         found = memory(config, dims, rank, device_type)
-        if total(found).host > budget_gb * _GB:
+        if total(found, OFFLOADED).host > budget_gb * _GB:
             raise ConfigError(
                 f"offload.host_budget_gb={budget_gb:g}: rank {rank} needs {on_host(found)}: raise it, or "
                 f"{advice(config, found)}"
@@ -199,6 +204,14 @@ class _RankMemory:
         if not self._config.has_masters:
             return Bytes(device=sum(map(self._moments, self._units)))
         return _on(self._offload.optimizer, MASTER_BYTES * self._share)
+
+    def checkpoint(self) -> Bytes:
+        """Copy of weights and moments: of those that several ranks have one rank writes each."""
+        elsewhere = self._config.has_masters or self._precision.compact
+        if not self._config.checkpoint.background or elsewhere:
+            return Bytes()
+        copies = self._dims.dp * self._dims.cp // self._sharers
+        return Bytes(host=(self.parameters() + self.optimizer()).total // copies)
 
     def accumulated(self) -> Bytes:
         """Whole gradients."""
@@ -316,15 +329,15 @@ def accumulates(config: "TrainConfig", dims: ParallelDims) -> bool:
 
 
 def on_host(memory: Memory) -> str:
-    """Say how much memory of the host that is, and what for."""
-    parts = [f"{role.value} {up_gb(memory[role].host):.3g}" for role in Role if memory[role].host]
-    return f"{up_gb(total(memory).host):.3g} GB of memory of the host ({', '.join(parts)})"
+    """Say how much memory of the host what is offloaded takes, and what for."""
+    parts = [f"{role.value} {up_gb(memory[role].host):.3g}" for role in OFFLOADED if memory[role].host]
+    return f"{up_gb(total(memory, OFFLOADED).host):.3g} GB of memory of the host ({', '.join(parts)})"
 
 
 def advice(config: "TrainConfig", memory: Memory) -> str:
     """Say what takes most away of what a rank has on the host."""
     offload = config.offload
-    largest = max(Role, key=lambda role: memory[role].host)
+    largest = max(OFFLOADED, key=lambda role: memory[role].host)
     if largest in (Role.optimizer, Role.parameters):
         return f"move that to disks (offload.{largest.name}=nvme)"
     if largest is Role.gradients:
