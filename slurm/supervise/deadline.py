@@ -26,14 +26,14 @@ class Left:
 
 
 def lead_s(save_s: float | None, step_s: float | None, margin_s: float, limit_s: float) -> float:
-    """How long before the end to ask for a stop: two saves, two steps and a margin, at most half of the time.
+    """How long before the end to ask for a stop: three saves, two steps and a margin, at most half of the time.
 
-    The request waits for the end of a step and is granted one step later at most; a save may take twice as long
-    as the longest so far. None stands for what was not measured yet.
+    The request waits for the end of a step and is granted one step later at most; then for a save in the background,
+    and its own save may take twice as long as the longest so far. None stands for what was not measured yet.
     """
     save_s = _UNMEASURED_SAVE_S if save_s is None else save_s
     step_s = _UNMEASURED_STEP_S if step_s is None else step_s
-    return min(2 * save_s + 2 * step_s + margin_s, limit_s / 2)
+    return min(3 * save_s + 2 * step_s + margin_s, limit_s / 2)
 
 
 def longest_save_s(run: RunFolder) -> float | None:
