@@ -54,9 +54,9 @@ def test_json_of_two_paths_with_settings_elsewhere(trierarch: Trierarch, tmp_pat
     [
         (("none",), "the NVMe path none does not exist here"),
         ((".", "."), "the NVMe paths name a folder twice"),
-        ((".", "--size", "1MB"), "a size of 1 MB is too small: give at least 134 MB"),
+        ((".", "--size", "1MB"), "--size of 1,000,000 bytes is too small: give at least 135MB"),
         ((".", "--size", "2 bytes"), "--size 2 bytes: give a number and a unit"),
-        ((".", "--size", "900TB"), "and a rank wants 900000.00 GB there: make room"),
+        ((".", "--size", "900TB"), "and a rank wants 900,000.00 GB there: make room"),
         ((".", "--seconds", "0"), "--seconds 0: give more than 0"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_full_and_a_read_only_disk_are_refused(trierarch: Trierarch, tmp_path:
     with mounted(tmp_path / "full", "-t", "tmpfs", "-o", "size=160m", "none") as path:
         (path / "data").write_bytes(bytes(100 << 20))
         refused = trierarch("nvme-bench", str(path), *QUICK)
-        assert refused.returncode == 1 and "has 0.06 GB free and a rank wants 0.13 GB there" in refused.stderr
+        assert refused.returncode == 1 and "MB free and a rank wants 0.13 GB there" in refused.stderr
         assert [file.name for file in path.iterdir()] == ["data"]
     with mounted(tmp_path / "ro", "-t", "tmpfs", "-o", "ro", "none") as path:
         refused = trierarch("nvme-bench", str(path), *QUICK)

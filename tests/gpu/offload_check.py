@@ -175,8 +175,10 @@ def check_host_memory(checks: Checks, name: str, training: Training) -> None:
     if isinstance(optimizer, MasterAdamW):
         states = optimizer._states
         on_device = training.config.offload.optimizer is Tier.none
-        pool = states._pool if isinstance(states, Resident | NvmeStates) and not on_device else None
-        held += pool.held_bytes if pool is not None else 0
+        if isinstance(states, NvmeStates):
+            held += states.held_bytes
+        elif isinstance(states, Resident) and states._pool is not None and not on_device:
+            held += states._pool.held_bytes
         for one in {id(t): t for t in transfers(optimizer)}.values():
             held += sum(pool.held_bytes for pool in one._pools)
     if training.sharded.shelved is not None:

@@ -122,12 +122,14 @@ def test_what_is_moved_and_waited_for_is_in_the_metrics(
         "loop.global_batch_size=null",
     ]
 
+    deep = ["model.layers=8"]
+
     def parameters() -> int:
-        with opened(toy_overrides(toy_tokens, tmp_path, "other", "parallel.zero=3")) as parts:
+        with opened(toy_overrides(toy_tokens, tmp_path, "other", "parallel.zero=3", *deep)) as parts:
             return sum(local(p).numel() for p in parts.state.parts.parameters())
 
     size = ranks(2, parameters)[0]
-    ranks(2, train_toy, toy_overrides(toy_tokens, tmp_path, "run", *more, *accumulation))
+    ranks(2, train_toy, toy_overrides(toy_tokens, tmp_path, "run", *more, *accumulation, *deep))
     lines = [line for line in read_json_lines(RunFolder(tmp_path / "run").metrics) if "loss" in line]
     for line in lines:
         # Two micro-batches, each reduced by itself.

@@ -101,7 +101,7 @@ def test_a_run_tells_once_what_it_keeps(ranks: Ranks, toy_tokens: Path, tmp_path
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             train_toy(overrides)
-        return [line for line in out.getvalue().splitlines() if line.startswith("activations")]
+        return [line for line in out.getvalue().splitlines() if line.startswith("activations:")]
 
     first, second = ranks(2, lines, timeout_s=120)
     assert len(first) == 1 and first[0].endswith("layers 0-1 keep their input")

@@ -97,8 +97,8 @@ def _free_bytes(path: Path) -> int:
 def _no_room(path: Path, wanted_bytes: int) -> NodeError | ConfigError:
     facts = os.statvfs(path)
     sentence = (
-        f"{socket.gethostname()}: the NVMe path {path} has {_free_bytes(path) / 1e9:.3g} GB free and a rank wants "
-        f"{wanted_bytes / 1e9:.3g} GB there: make room, name more disks, or put less there"
+        f"{socket.gethostname()}: the NVMe path {path} has {_gb(_free_bytes(path))} free and a rank wants "
+        f"{_gb(wanted_bytes)} there: make room, name more disks, or put less there"
     )
     if wanted_bytes > facts.f_blocks * facts.f_frsize > 0:
         return ConfigError(sentence)
@@ -118,3 +118,7 @@ def _reserve(file: BlockFile, path: Path, nbytes: int) -> None:
             f"{socket.gethostname()}: {nbytes / 1e9:.2f} GB could not be set aside on the NVMe path {path} "
             f"({error.strerror}): name another disk, or put less there"
         ) from None
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
