@@ -116,15 +116,23 @@ def clear_leftovers(parent: Path, host: str, tell: Callable[[str], None]) -> Non
 
     Returns when others that remove such folders at the same time are done, so that the space is there.
     """
-    for folder in _folders(parent):
-        if folder.name.startswith(_DEAD):
-            _wait_for(folder, host)
-            continue
-        about = _owner_of(folder)
-        freed = _remove_if_dead(folder, host)
-        if freed is not None:
-            whose = ", ".join(f"{name} {about.get(name, 'unknown')}" for name in ("run", "job", "rank"))
-            tell(f"freed {freed / 1e9:.2f} GB in {parent} that a process has left which is dead ({whose})")
+    waited: set[Path] = set()
+    listed = _folders(parent)
+    while listed:
+        for folder in listed:
+            if folder.name.startswith(_DEAD):
+                waited.add(folder)
+                _wait_for(folder, host)
+                continue
+            about = _owner_of(folder)
+            freed = _remove_if_dead(folder, host)
+            if freed is not None:
+                whose = ", ".join(f"{name} {about.get(name, 'unknown')}" for name in ("run", "job", "rank"))
+                tell(
+                    f"freed {freed / 1e9:.2f} GB in {parent} that a process has left which is dead ({whose})"
+                )
+        # What others have begun to remove since.
+        listed = [one for one in _folders(parent) if one.name.startswith(_DEAD) and one not in waited]
 
 
 def _folders(parent: Path) -> list[Path]:
