@@ -44,7 +44,6 @@ TENSOR = [
     (4, "tp=4 micro_batch_size=8"),
     (4, "tp=2 zero=1"),
     (4, "tp=2 zero=3 sequence_parallel=false model.tie_embeddings=true"),
-    (8, "tp=2 zero=3 dp_replicate=2 dp_shard=2 micro_batch_size=2"),
 ]
 PIPELINE = [
     (2, "pp=2 schedule=gpipe"),
@@ -76,7 +75,6 @@ COMPOSED = [
     (4, "pp=2 cp=2 data.mask_documents=true"),
     (4, "pp=2 cp=2 context=ring schedule=zbv"),
     (8, "pp=2 tp=2 zero=2 schedule=zbv micro_batch_size=2"),
-    (8, "pp=2 tp=2 zero=3 schedule=interleaved_1f1b micro_batch_size=2"),
     (8, "tp=2 cp=2 zero=3"),
     (8, "pp=2 tp=2 cp=2 context=ring schedule=dualpipev"),
     (2, "pp=2 recompute=selective"),
@@ -94,6 +92,8 @@ LONG = [
     (4, "tp=2 zero=3"),
     (4, "tp=2 zero=3 model.vocab_size=321 model.ffn_dim=65"),
     (8, "tp=4 zero=2"),
+    (8, "pp=2 tp=2 zero=3 schedule=interleaved_1f1b micro_batch_size=2"),
+    (8, "tp=2 zero=3 dp_replicate=2 dp_shard=2 micro_batch_size=2"),
     (2, "pp=2 split=[3,1] model.layers=4"),
     (4, "pp=2 zero=1 micro_batch_size=2"),
     (4, "pp=2 zero=3 micro_batch_size=2"),

@@ -1,6 +1,9 @@
 """What a rank keeps where: against the sums over all ranks, the budget, and what a node has."""
 
+import copy
+import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,12 @@ def config_of(*more: str) -> TrainConfig:
     return load_config([*SHAPE, *more])
 
 
+@functools.cache
+def base() -> TrainConfig:
+    """A model of which tests change parts: composing takes longer than all the rest."""
+    return config_of("model.dim=64", "model.heads=4", "model.kv_heads=4", "model.layers=4")
+
+
 @pytest.mark.req("C6")
 @given(
     shard=st.integers(1, 9),
@@ -37,17 +46,9 @@ def test_the_ranks_of_a_layout_share_a_model_without_a_rest(
     shard: int, tp: int, pp: int, zero: int, ffn_dim: int, vocabulary: int
 ) -> None:
     """Weights and moments of all ranks are those of the model, but for what tensor parallelism has on each rank."""
-    config = config_of(
-        f"parallel.tp={tp}",
-        f"parallel.pp={pp}",
-        f"parallel.zero={zero}",
-        "model.dim=64",
-        "model.heads=4",
-        "model.kv_heads=4",
-        "model.layers=4",
-        f"model.ffn_dim={ffn_dim}",
-        f"model.vocab_size={vocabulary // tp * tp}",
-    )
+    config = copy.deepcopy(base())
+    config.parallel = replace(config.parallel, tp=tp, pp=pp, zero=zero)
+    config.model = replace(config.model, ffn_dim=ffn_dim, vocab_size=vocabulary // tp * tp)
     dims = lay_out(config, shard * tp * pp)
     ranks = [memory(config, dims, rank, "cuda") for rank in range(dims.ranks)]
     weights = sum(one[Role.parameters].device for one in ranks)
