@@ -1,6 +1,8 @@
 """Layouts that cannot work are refused with the nearest that can; those that are unfortunate get a note."""
 
+import copy
 import dataclasses
+import functools
 import re
 from contextlib import nullcontext
 
@@ -24,6 +26,12 @@ MODEL = [
     "loop.global_batch_size=32",
     "parallel.micro_batch_size=2",
 ]
+
+
+@functools.cache
+def model() -> TrainConfig:
+    """Composed once: that takes longer than all that is done with it."""
+    return load_config(MODEL)
 
 
 def refusal(overrides: list[str], ranks: int, ranks_per_node: int = 8) -> str:
@@ -182,7 +190,7 @@ def test_nothing_but_a_refusal_is_raised_and_what_it_offers_works(
 ) -> None:
     if sensible:
         parallel = _sensible(parallel)
-    config = load_config(MODEL)
+    config = copy.deepcopy(model())
     config.parallel = parallel
     config.model.heads, config.model.kv_heads = heads
     config.data.sequence_length, config.data.mask_documents = length, masks
