@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from contract.errors import ConfigError, UserError
+from tools.cli_ckpt_convert import convert_checkpoint
+from tools.cli_ckpt_diff import diff_two
 
 if TYPE_CHECKING:
     from tools.ckpt.report import Depth, Report
 
 app = typer.Typer(no_args_is_help=True, help="Look into checkpoints of any format, and check them.")
+app.command("convert")(convert_checkpoint)
+app.command("diff")(diff_two)
 
 AsJson = Annotated[bool, typer.Option("--json", help="For a script.")]
 

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 
 from contract.exit_codes import ExitCode
 
+pytestmark = pytest.mark.slow
+
 TOY = [
     *MODEL,
     *LOOP,

@@ -24,6 +24,8 @@ from train.checkpoint.manifest import read_manifest
 from train.checkpoint.staging import Staging
 from train.config import load_config
 
+pytestmark = pytest.mark.slow
+
 COMMON = ["loop.eval_batches=0", "checkpoint.keep_last=0"]
 
 

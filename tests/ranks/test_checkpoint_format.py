@@ -27,6 +27,8 @@ from train.checkpoint.stored import as_bytes
 from train.checkpoint.write import Writer
 from train.generate import load_model
 
+pytestmark = pytest.mark.slow
+
 COMMON = ["loop.steps=3", "loop.eval_batches=0", "precision=fp32"]
 
 

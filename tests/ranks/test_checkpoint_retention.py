@@ -10,6 +10,8 @@ from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, read_json_lines
 from train.checkpoint.manifest import read_manifest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.req("C9")
 def test_the_last_the_regular_and_the_best_stay(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from contract.exit_codes import ExitCode
 from contract.run_folder import RunFolder
 from train.offload.nvme_states import NvmeStates
 
+pytestmark = pytest.mark.slow
+
 HOST = ["offload.optimizer=cpu"]
 ALL_HOST = [*HOST, "offload.gradients=cpu"]
 

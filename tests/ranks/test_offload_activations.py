@@ -15,6 +15,8 @@ from contract.run_folder import RunFolder, read_json_lines
 from train.offload import activations
 from train.offload.activations import Carrier
 
+pytestmark = pytest.mark.slow
+
 SLOW, CHAOS = pytest.mark.slow, pytest.mark.chaos
 LAYOUTS = [
     (1, "precision=bf16"),

@@ -32,6 +32,8 @@ from train.optim.master import MasterAdamW
 from train.parallel.apply import build_engine, build_parts
 from train.parallel.fill import draw
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
 LAYOUTS = [

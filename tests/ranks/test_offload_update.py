@@ -22,6 +22,8 @@ from train.offload.states import Resident
 from train.offload.update import Progress
 from train.optim.master import MasterAdamW
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 30.0
 HOST = ["offload.optimizer=cpu", "offload.gradients=cpu"]
 

@@ -25,7 +25,7 @@ from train.optim.adamw import build_optimizer
 from train.precision.rows import Rows
 from train.precision.scale import LossScale
 
-pytestmark = pytest.mark.req("C7", "A14")
+pytestmark = [pytest.mark.req("C7", "A14"), pytest.mark.slow]
 
 COMMON = [
     "loop.steps=10",

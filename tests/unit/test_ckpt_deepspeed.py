@@ -13,6 +13,8 @@ from tools.ckpt.open import open_source
 from tools.ckpt.report import Depth
 from tools.ckpt.validate import validate
 
+pytestmark = pytest.mark.slow
+
 FILES = Path(__file__).parents[1] / "golden/deepspeed.tar.gz"
 
 

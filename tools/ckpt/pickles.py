@@ -33,7 +33,7 @@ _HARMLESS = {("_codecs", "encode"), ("copyreg", "_reconstructor")} | {
 }
 _DEEPEST = 64
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -163,8 +163,8 @@ def _known(module: str, name: str) -> Any:
         return OrderedDict
     if module == "torch" and name == "Size":
         return tuple
-    if module in ("torch", "torch.storage") and name in _STORAGES:
-        return Dtype(_STORAGES[name])
+    if module in ("torch", "torch.storage") and name in STORAGES:
+        return Dtype(STORAGES[name])
     if module == "torch":
         from tools.ckpt.dtypes import BITS
 

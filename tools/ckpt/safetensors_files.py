@@ -20,7 +20,7 @@ from tools.ckpt.source import Source
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _MOST_HEADER_BYTES = 100 << 20
-_DTYPES = {
+DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -133,11 +133,11 @@ def _entry(path: Path, name: str, meta: Any, data: int) -> Entry | Finding:
             raise ValueError("sizes")
     except (KeyError, TypeError, ValueError):
         return error("its entry in the header is damaged", tensor=name, file=path.name)
-    if dtype not in _DTYPES and dtype not in _PACKED:
+    if dtype not in DTYPES and dtype not in _PACKED:
         return error(f"is of the type {dtype!r:.20}, which there is not", tensor=name, file=path.name)
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         return note(f"is of the type {dtype}, which is not known here", tensor=name, file=path.name)
-    own = _DTYPES[dtype]
+    own = DTYPES[dtype]
     if end - begin != math.prod(shape) * BITS[own].itemsize:
         text = f"has {end - begin} bytes for {dtype} of shape {list(shape)}"
         return error(text, tensor=name, file=path.name, offset=data + begin)

@@ -8,7 +8,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,10 @@ class Source:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def twin(self) -> "Source":
+        """Return the same checkpoint with files and buffers of its own, for another thread."""
+        return replace(self, _scratch=np.empty(0, np.uint8), _open=OrderedDict())
 
     def close(self) -> None:
         """Close its files."""

@@ -89,7 +89,8 @@ def write_hf(
             draft.mkdir()
             _write_tensors(draft, state_dict, dtype)
             stored_dtype = dtype or state_dict["embed_tokens.weight"].dtype
-            _write_json(draft / _CONFIG, _config_to(config, stored_dtype, eos_id))
+            name = str(stored_dtype).removeprefix("torch.")
+            _write_json(draft / _CONFIG, config_to_hf(config, name, eos_id))
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, draft / "tokenizer.json")
             draft.rename(folder)
@@ -150,8 +151,8 @@ def _rope_theta(path: Path, raw: Mapping[str, Any]) -> float:
     return float(theta)
 
 
-def _config_to(config: ModelConfig, dtype: torch.dtype, eos_id: int | None) -> dict[str, Any]:
-    dtype_name = str(dtype).removeprefix("torch.")
+def config_to_hf(config: ModelConfig, dtype_name: str, eos_id: int | None) -> dict[str, Any]:
+    """Return the content of config.json; `dtype_name`: of the weights, `eos_id`: the token that ends a text."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -219,7 +220,7 @@ def _write_tensors(folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype
         files = [_WEIGHTS]
     for file, names in zip(files, shards, strict=True):
         tensors = {
-            _stored_name(name): state[name].detach().to(device="cpu", dtype=dtype).contiguous()
+            stored_name(name): state[name].detach().to(device="cpu", dtype=dtype).contiguous()
             for name in names
         }
         # Without this mark transformers 4 refuses the file.
@@ -228,7 +229,7 @@ def _write_tensors(folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype
         (folder / file).chmod(folder.stat().st_mode & 0o666)
     if len(shards) > 1:
         weight_map = {
-            _stored_name(name): file for file, names in zip(files, shards, strict=True) for name in names
+            stored_name(name): file for file, names in zip(files, shards, strict=True) for name in names
         }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(folder / _INDEX, index)
@@ -247,7 +248,8 @@ def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
     return shards
 
 
-def _stored_name(name: str) -> str:
+def stored_name(name: str) -> str:
+    """Return the name that a parameter of `parameter_shapes` has in Hugging Face's files."""
     return name if name == _HEAD else f"model.{name}"
 
 

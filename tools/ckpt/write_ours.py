@@ -1,0 +1,70 @@
+"""Write a step that a run of the trainer can continue from: torch's distributed checkpoint, hashes, manifest."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tools.ckpt.convert_read import Tensor
+from tools.ckpt.findings import Severity
+from tools.ckpt.source import Source
+from tools.ckpt.summary import position
+from tools.ckpt.validate import validate
+from tools.ckpt.write_dcp import write_dcp
+from train.checkpoint.digests import write_digests
+from train.checkpoint.manifest import Manifest
+
+
+class NotWrittenError(OSError):
+    """What was written does not read back as it should."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a manifest says that is not seen from tensors."""
+
+    step: int
+    model: dict[str, Any]
+    data: dict[str, Any]
+    more: dict[str, Any]
+    """Other fields, as far as they are known."""
+
+
+def told_by(source: Source, like: Source) -> Told:
+    """Return the manifest's part of `like`, a step of ours, with the step of `source`; empty where there is none."""
+    manifest = like.facts.get("manifest", {})
+    step = source.step if source.step is not None else position(source).get("step", 0)
+    kept = ("samples_per_step", "config")
+    more = {name: manifest[name] for name in kept if name in manifest}
+    return Told(step, like.facts.get("model", {}), like.facts.get("data", {}), more)
+
+
+def write_ours(folder: Path, tensors: Sequence[Tensor], told: Told) -> None:
+    """Make `folder`, write the step to it, and read it back; raises OSError."""
+    written = write_dcp(folder, tensors)
+    write_digests(folder, 0, written.slices)
+    manifest = Manifest(
+        step=told.step,
+        world_size=1,
+        model=told.model,
+        data=told.data,
+        layout={"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "zero": 0},
+        versions=_versions(),
+        tensors=dict(sorted(written.tensors.items())),
+        **told.more,
+    )
+    manifest.write(folder)
+    report = validate(folder)
+    wrong = [str(one) for one in report.findings if one.severity is Severity.ERROR]
+    if report.exit_code:
+        raise NotWrittenError(f"it does not read back as it was written: {report.unreadable or wrong[0]}")
+
+
+def _versions() -> dict[str, str]:
+    """Of what writes a checkpoint."""
+    found = {"torch": metadata.version("torch")}
+    with suppress(metadata.PackageNotFoundError):  # run from a copy of the sources
+        found["trierarch"] = metadata.version("trierarch")
+    return found
