@@ -116,12 +116,9 @@ def clear_leftovers(parent: Path, host: str, tell: Callable[[str], None]) -> Non
 
     Returns when others that remove such folders at the same time are done, so that the space is there.
     """
-    waited: set[Path] = set()
-    listed = _folders(parent)
-    while listed:
-        for folder in listed:
+    with _alone(parent):
+        for folder in _folders(parent):
             if folder.name.startswith(_DEAD):
-                waited.add(folder)
                 _wait_for(folder, host)
                 continue
             about = _owner_of(folder)
@@ -131,8 +128,29 @@ def clear_leftovers(parent: Path, host: str, tell: Callable[[str], None]) -> Non
                 tell(
                     f"freed {freed / 1e9:.2f} GB in {parent} that a process has left which is dead ({whose})"
                 )
-        # What others have begun to remove since.
-        listed = [one for one in _folders(parent) if one.name.startswith(_DEAD) and one not in waited]
+
+
+@contextmanager
+def _alone(parent: Path) -> Iterator[None]:
+    """Context of one process at a time; on a file system without locks, and after a while, of any."""
+    try:
+        lock = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        deadline = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_RETRY_S)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(lock)
 
 
 def _folders(parent: Path) -> list[Path]:
