@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from contract.errors import ConfigError, UserError
+from tools.bytes_shown import bytes_bar, size
 from tools.cli_ckpt_convert import convert_checkpoint
 from tools.cli_ckpt_diff import diff_two
 
@@ -45,7 +44,7 @@ def list_steps(
         (
             str(one.step) if one.step is not None else one.name,
             duration(one.age_s),
-            _size(one.nbytes),
+            size(one.nbytes),
             one.format,
             one.layout,
             one.state,
@@ -84,7 +83,7 @@ def show(
         "layout": layout,
         "position": ", ".join(f"{name} {value:,}" for name, value in facts["position"].items()),
         "parameters": f"{facts['parameters']:,}",
-        "size": f"{_size(facts['bytes'])} of tensors in {len(facts['files'])} files",
+        "size": f"{size(facts['bytes'])} of tensors in {len(facts['files'])} files",
         "tied": ", ".join(f"{name} = {other}" for name, other in facts["tied"].items()),
     }
     print("".join(f"{name:12}{value}\n" for name, value in told.items() if value))
@@ -93,7 +92,7 @@ def show(
             one["role"],
             str(one["tensors"]),
             f"{one['elements']:,}",
-            _size(one["bytes"]),
+            size(one["bytes"]),
             ", ".join(one["dtypes"]),
         )
         for one in facts["roles"]
@@ -106,7 +105,7 @@ def show(
                 one["name"],
                 one["dtype"],
                 str(one["shape"]),
-                _size(one["bytes"]),
+                size(one["bytes"]),
                 str(one["pieces"]),
                 one["role"],
             )
@@ -178,22 +177,9 @@ def _newest(run: Path, depth: "Depth", as_json: bool) -> None:
 
 
 def _validate(path: Path, depth: "Depth") -> "Report":
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
     from tools.ckpt.validate import validate
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with ExitStack() as stack:
-
-        def begin(total: int) -> Callable[[int], None]:
-            if not console.is_terminal:
-                return lambda nbytes: None
-            bar = stack.enter_context(Progress(*columns, console=console, transient=True))
-            task = bar.add_task(path.name.replace("[", "("), total=total)
-            return lambda nbytes: bar.advance(task, nbytes)
-
+    with bytes_bar(path.name) as begin:
         return validate(path, depth, _shapes_of, begin)
 
 
@@ -220,10 +206,3 @@ def _print(report: "Report", file: Any = None) -> None:
     order = list(Severity)
     for finding in sorted(report.findings, key=lambda one: order.index(one.severity)):
         print(f"  {finding}", file=file)
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"

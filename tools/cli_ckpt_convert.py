@@ -1,13 +1,12 @@
 """`trierarch ckpt convert`."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from contract.errors import ConfigError, UserError, closest
+from tools.bytes_shown import bytes_bar, size
 
 if TYPE_CHECKING:
     from tools.ckpt.convert_hf import HfModel
@@ -43,7 +42,6 @@ def convert_checkpoint(
 
     from tools.ckpt.convert import Form, Wish, convert
     from tools.ckpt.convert_dtype import TARGETS
-    from tools.cli_ckpt import _size
 
     if to not in list(Form):
         raise ConfigError(f"--to {to}: there is no such form, {closest(to, list(Form))}")
@@ -54,30 +52,17 @@ def convert_checkpoint(
     form = Form(to)
     if like is not None and form not in (Form.TRIERARCH, Form.HF):
         raise ConfigError(f"--like does nothing with --to {form}: leave it out")
-    with ExitStack() as stack:
+    with bytes_bar(source.name) as begin:
         done = convert(
             source,
             target,
             Wish(form, dtype, only == "weights", force, like),
             hf_of_manifest,
-            lambda total: _bar(stack, source.name, total),
+            begin,
         )
     for note in done.notes:
         print(note, file=sys.stderr)
-    print(f"{target}: {done.tensors} tensors, {_size(done.nbytes)}, from {done.source} ({done.format})")
-
-
-def _bar(stack: ExitStack, name: str, total: int) -> Callable[[int], None]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        return lambda nbytes: None
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = stack.enter_context(Progress(*columns, console=console, transient=True))
-    task = bar.add_task(name.replace("[", "("), total=total)
-    return lambda nbytes: bar.advance(task, nbytes)
+    print(f"{target}: {done.tensors} tensors, {size(done.nbytes)}, from {done.source} ({done.format})")
 
 
 def hf_of_manifest(model: dict[str, Any]) -> "HfModel":

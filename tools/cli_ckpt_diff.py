@@ -2,14 +2,13 @@
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from contract.errors import ConfigError, SaveError
+from tools.bytes_shown import bytes_bar
 
 if TYPE_CHECKING:
     from tools.ckpt.diff_result import Diff
@@ -84,20 +83,7 @@ def _warn(found: "Diff") -> None:
 
 
 def _diff(a: Path, b: Path, tolerance: "Tolerance", deep: bool, only: list[str] | None) -> "Diff":
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
     from tools.ckpt.diff import diff
 
-    console = Console(stderr=True)
-    columns = (TextColumn("diff"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with ExitStack() as stack:
-
-        def begin(total: int) -> Callable[[int], None]:
-            if not console.is_terminal:
-                return lambda nbytes: None
-            bar = stack.enter_context(Progress(*columns, console=console, transient=True))
-            task = bar.add_task("", total=total)
-            return lambda nbytes: bar.advance(task, nbytes)
-
+    with bytes_bar("diff") as begin:
         return diff(a, b, tolerance, only=only, deep=deep, begin=begin)

@@ -200,6 +200,13 @@ def test_values_that_have_changed_lead_to_the_older_step(
     assert {path.name for path in run.checkpoints.iterdir()} >= {"step_3", "step_3.damaged"}
 
 
+def how_it_ends(overrides: list[str]) -> str:
+    """The kind of error that ends this rank."""
+    with pytest.raises(UserError) as ended:
+        train_toy(overrides)
+    return type(ended.value).__name__
+
+
 def test_without_an_older_step_the_damage_is_an_error(
     ranks: Ranks, toy_tokens: Path, tmp_path: Path, trained: Path
 ) -> None:
@@ -212,6 +219,8 @@ def test_without_an_older_step_the_damage_is_an_error(
     )
     with pytest.raises(RanksError, match=sentence):
         ranks(2, train_toy, overrides)
+    # One rank tells; the others only end with the code.
+    assert ranks(2, how_it_ends, overrides) == ["UserError", "ReportedError"]
     with pytest.raises(UserError, match=r"step_3 is damaged: the slice of model.embed_tokens.weight"):
         load_model(run)
     assert ranks(1, train_toy, [*overrides, "checkpoint.verify_load=false"]) == [ExitCode.FINISHED]

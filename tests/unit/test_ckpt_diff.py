@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from contract.errors import ConfigError
-from tools.ckpt import diff_values
+from tools.ckpt import values as of_bits
 from tools.ckpt.diff import diff
 from tools.ckpt.diff_html import write_html
 from tools.ckpt.diff_names import bare_name, place_of
 from tools.ckpt.diff_result import Comparison, Diff, State
 from tools.ckpt.diff_tally import EXACT, Meter, Tally, Tolerance
 from tools.ckpt.diff_text import percent, shade, text
-from tools.ckpt.diff_values import Scratch
 from tools.ckpt.dtypes import BITS, Bits
 from tools.ckpt.findings import UnreadableError
 from tools.ckpt.pieces import Entry
 from tools.ckpt.roles import role_of
+from tools.ckpt.values import Scratch
 
 pytestmark = [pytest.mark.req("C8"), pytest.mark.slow]
 
@@ -49,11 +49,11 @@ def named(dtype: torch.dtype) -> str:
 
 
 def widened(dtype: str, values: Bits) -> Bits:
-    return diff_values.widened(dtype, values, np.empty(values.size), Scratch(values.size))
+    return of_bits.widened(dtype, values, np.empty(values.size), Scratch(values.size))
 
 
 def distances(dtype: str, a: Bits, b: Bits) -> Bits:
-    return diff_values.distances(dtype, a, b, Scratch(a.size))
+    return of_bits.distances(dtype, a, b, Scratch(a.size))
 
 
 def all_codes(dtype: torch.dtype) -> Tensor:

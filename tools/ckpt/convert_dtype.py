@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.ckpt.diff_values import Scratch, widened
 from tools.ckpt.dtypes import BITS, Bits, is_floating
+from tools.ckpt.values import Scratch, widened
 
 TARGETS = ("float32", "bfloat16", "float16")
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.ckpt.diff_values import Doubles, Scratch, distances, real, widened
 from tools.ckpt.dtypes import BITS, Bits, is_floating
+from tools.ckpt.values import Doubles, Scratch, distances, real, widened
 
 _CHUNK = 64 << 10
 """Elements at once: what is made of them stays near a core, and threads seldom wait for each other to start on more."""

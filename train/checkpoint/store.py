@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from contract.errors import UserError
+from contract.errors import ReportedError, UserError
 from contract.run_folder import Event, RunFolder, job_identity, start_number
 from train.checkpoint.flight import Flight
 from train.checkpoint.manifest import Manifest, read_manifest
@@ -216,7 +216,8 @@ class CheckpointStore:
             self._damaged |= news
         found, problems = broadcast((found, list(self._damaged.values())), self.group)
         if found is None and problems:
-            raise UserError(
+            kind = UserError if self._leader else ReportedError
+            raise kind(
                 f"{problems[0]}, and no older one is whole: put the file back, or move "
                 f"{self.run.checkpoints} away to start again"
             )
