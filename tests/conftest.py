@@ -2,8 +2,10 @@
 
 import os
 import random
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,6 +19,10 @@ _REQUIREMENTS = {
     for letter, count in {"C": 13, "A": 25, "B": 12, "D": 8}.items()
     for number in range(1, count + 1)
 }
+
+# A shell ignores Ctrl-C in what it runs in the background, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile(
     "trierarch", max_examples=50, deadline=None, database=None, derandomize=False, print_blob=True
@@ -40,6 +46,16 @@ def toy_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     prepare([write_toy_text(folder / "text")], folder / "toy", workers=1)
     return folder / "toy"
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With `--dist loadgroup` give the tests that share something expensive to one process."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from harness.scheduling import TogetherScheduling
+
+    return TogetherScheduling(config, log)
 
 
 def pytest_report_header() -> str:

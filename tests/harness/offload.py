@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from contract.exit_codes import ExitCode
 from contract.run_folder import RunFolder, read_json_lines
+from harness.composed import composed
 from harness.pool import Ranks
 from harness.toy import StopAfter, toy_overrides, train_toy
 from train.bootstrap import World
-from train.config import load_config
 from train.launch import Launch
 from train.loop import Parts
 
@@ -55,7 +55,7 @@ def opened(overrides: list[str]) -> Iterator[Parts]:
     """What the loop of this rank works with."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
-    launch = Launch(load_config(overrides), StopAfter(None), world, torch.device("cpu"))
+    launch = Launch(composed(overrides), StopAfter(None), world, torch.device("cpu"))
     parts = launch.set_up()
     try:
         yield parts

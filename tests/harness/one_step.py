@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from train.config import TrainConfig, load_config
+from harness.composed import composed
+from train.config import TrainConfig
 from train.data.loader import Batch
 from train.layout.check import lay_out
 from train.mesh import Mesh
@@ -43,7 +44,7 @@ class OneStep:
     """A step of two micro-batches on this rank. Collective."""
 
     def __init__(self, overrides: Sequence[str]) -> None:
-        self.config = load_config([*SHAPE, *overrides])
+        self.config = composed([*SHAPE, *overrides])
         self.dims = lay_out(self.config, dist.get_world_size())
         mesh = Mesh.build(self.dims, "cpu")
         self.sharded = build_parts(self.config, mesh, CPU, seed=1)

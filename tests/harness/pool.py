@@ -33,6 +33,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "train.run",
 ]
 Ranks = Callable[..., list[Any]]
 """The type of the `ranks` fixture: RankPool.run."""

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from contract.exit_codes import ExitCode
+from harness.composed import composed
 from train.bootstrap import World
-from train.config import load_config
 from train.resilience.stop import StopRequest
 from train.run import run_rank
 
@@ -64,4 +64,4 @@ def train_toy(overrides: list[str], stop_after: int | None = None) -> ExitCode:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
     request = StopAfter(stop_after, here=rank == size - 1)
-    return run_rank(load_config(overrides), request, world, torch.device("cpu"))
+    return run_rank(composed(overrides), request, world, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -10,16 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.composed import composed
 from harness.pool import MAX_RANKS, Ranks, RanksError
+from harness.scheduling import TOGETHER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from contract.errors import ConfigError
+from train.config import load_config
 
 
 @dataclass(frozen=True)
@@ -273,3 +280,38 @@ def test_a_requirement_that_is_not_in_the_ledger_fails_collection(tmp_path: Path
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == code, run.stdout
         assert ("test_one.py::test: req(" in run.stderr) == bool(code)
+
+
+def test_ranks_with_the_same_settings_compose_them_once_and_get_the_same_error(ranks: Ranks) -> None:
+    def compose(*settings: str) -> tuple[str, int]:
+        with mock.patch("harness.composed.load_config", wraps=load_config) as load:
+            name = composed([settings[dist.get_rank() % len(settings)]]).run.name
+        return name, load.call_count
+
+    assert ranks(3, compose, "run.name=one") == [("one", 1), ("one", 0), ("one", 0)]
+    assert ranks(3, compose, "run.name=one", "run.name=two") == [("one", 1), ("two", 1), ("one", 0)]
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match="there is no such key"):
+            composed(["run.nmae=one"])
+
+    ranks(2, refused)
+
+
+def test_one_process_takes_all_tests_of_a_place_whose_tests_share_much(tmp_path: Path) -> None:
+    """Seen in what pytest does: groups of xdist's own have been without effect and without a word."""
+    tests = Path(__file__).parents[1]
+    (tmp_path / "conftest.py").write_text((tests / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\naddopts = --import-mode=importlib\npythonpath = {tests}\n"
+    )
+    places = [f"{place}test_one.py" if place.endswith("/") else place for place in TOGETHER]
+    for place in [*places, "tests/unit/test_one.py"]:
+        assert (tests.parent / place).parent.exists()
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("".join(f"def test_{number}(): pass\n" for number in range(4)))
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "--dist=loadgroup"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    for place in places:
+        processes = re.findall(rf"^\[(gw\d)\] .* {place}", run.stdout, re.MULTILINE)
+        assert len(processes) == 4 and len(set(processes)) == 1, run.stdout

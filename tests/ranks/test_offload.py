@@ -63,12 +63,8 @@ def left(folder: Path, name: str, step: int = STEPS) -> dict[str, Tensor]:
         pytest.param(2, "zero=2 precision=bf16 model.tie_embeddings=true", marks=pytest.mark.chaos),
         pytest.param(4, "zero=2 dp_replicate=2 micro_batch_size=1 precision=bf16", marks=pytest.mark.chaos),
         pytest.param(4, "zero=3 tp=2 precision=bf16", marks=pytest.mark.slow),
-        pytest.param(4, "zero=2 pp=2 micro_batch_size=1 schedule=zbv precision=fp32", marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            "zero=2 pp=2 micro_batch_size=1 precision=bf16 model.tie_embeddings=true",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(4, "zero=2 pp=2 schedule=zbv precision=fp32", marks=pytest.mark.slow),
+        pytest.param(4, "zero=2 pp=2 precision=bf16 model.tie_embeddings=true", marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value).replace(" ", ","),
 )
@@ -87,6 +83,9 @@ def test_an_offloaded_optimizer_gives_the_same_bits(
     tiers = {"host": HOST, "all_host": ALL_HOST, "nvme": [*disk(tmp_path), "offload.gradients=cpu"]}
     if "zero=3" in words and "compile=true" not in words:
         tiers["everything"] = [*tiers["nvme"], "offload.parameters=nvme", "offload.activations=cpu"]
+    if "gradient_accumulation_steps" not in layout:
+        # The others are steps on the way to the last: the first layouts have them all.
+        tiers = {name: tiers[name] for name in ("host", list(tiers)[-1])}
     for name, tier in tiers.items():
         train(ranks, size, toy_tokens, tmp_path, name, *more, *tier)
         assert_same(left(tmp_path, name), expected, name)

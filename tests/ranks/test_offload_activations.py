@@ -72,7 +72,7 @@ def assert_same_step(found: OneStep, expected: OneStep) -> None:
         (2, "pp=2 micro_batch_size=1"),
         pytest.param(2, "pp=2 micro_batch_size=1 schedule=zbv model.layers=4", marks=SLOW),
         pytest.param(2, "pp=2 micro_batch_size=1 schedule=interleaved_1f1b recompute=full", marks=CHAOS),
-        pytest.param(4, "pp=2 tp=2 micro_batch_size=1 recompute=selective", marks=SLOW),
+        pytest.param(4, "pp=2 tp=2 recompute=selective", marks=SLOW),
         pytest.param(4, "zero=3 tp=2", marks=CHAOS),
     ],
     ids=lambda value: str(value).replace(" ", ","),

@@ -78,6 +78,8 @@ def test_weights_from_elsewhere_give_the_same_bits(
             f"offload.nvme_path=[{tmp_path}]",
         ],
     }
+    if size > 2:
+        del tiers["cpu"]  # layouts of fewer ranks have both
     expected = run("none", *common)
     for tier, more in tiers.items():
         assert_same(run(tier, *common, *more), expected, tier)

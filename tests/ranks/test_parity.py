@@ -37,12 +37,12 @@ DATA = [
 ]
 TENSOR = [
     (2, "tp=2 micro_batch_size=8"),
-    (2, "tp=2 sequence_parallel=false loss_parallel=false model.tie_embeddings=true micro_batch_size=8"),
-    (2, "tp=2 data.mask_documents=true micro_batch_size=8"),
-    (2, "tp=2 model.vocab_size=321 model.ffn_dim=65 micro_batch_size=8"),
+    (2, "tp=2 sequence_parallel=false loss_parallel=false model.tie_embeddings=true micro_batch_size=16"),
+    (2, "tp=2 data.mask_documents=true micro_batch_size=16"),
+    (2, "tp=2 model.vocab_size=321 model.ffn_dim=65 micro_batch_size=16"),
     # More ranks than heads of keys and values.
-    (4, "tp=4 micro_batch_size=8"),
-    (4, "tp=2 zero=1"),
+    (4, "tp=4 micro_batch_size=16"),
+    (4, "tp=2 zero=1 micro_batch_size=8"),
     (4, "tp=2 zero=3 sequence_parallel=false model.tie_embeddings=true"),
 ]
 PIPELINE = [
@@ -53,7 +53,7 @@ PIPELINE = [
     (2, "pp=2 schedule=interleaved_zero_bubble"),
     (2, "pp=2 schedule=zbv"),
     (2, "pp=2 schedule=dualpipev"),
-    (4, "pp=4 micro_batch_size=2 model.layers=4"),
+    (4, "pp=4 model.layers=4"),
     (4, "pp=2 zero=0 micro_batch_size=2"),
     (4, "pp=2 zero=2 micro_batch_size=2"),
     (4, "pp=2 zero=3 schedule=interleaved_1f1b micro_batch_size=2"),
@@ -70,15 +70,15 @@ CONTEXT = [
     (4, "cp=2 context=ring zero=3 dp_replicate=2"),
 ]
 COMPOSED = [
-    (4, "tp=2 pp=2"),
-    (4, "tp=2 cp=2 micro_batch_size=8"),
+    (4, "tp=2 pp=2 micro_batch_size=8"),
+    (4, "tp=2 cp=2 micro_batch_size=16"),
     (4, "pp=2 cp=2 data.mask_documents=true"),
     (4, "pp=2 cp=2 context=ring schedule=zbv"),
-    (8, "pp=2 tp=2 zero=2 schedule=zbv micro_batch_size=2"),
-    (8, "tp=2 cp=2 zero=3"),
+    (8, "pp=2 tp=2 zero=2 schedule=zbv"),
+    (8, "tp=2 cp=2 zero=3 micro_batch_size=8"),
     (8, "pp=2 tp=2 cp=2 context=ring schedule=dualpipev"),
     (2, "pp=2 recompute=selective"),
-    (4, "tp=2 zero=3 recompute=full"),
+    (4, "tp=2 zero=3 recompute=full micro_batch_size=8"),
     # One layer keeps less than the next, and the second stage more than the first.
     (2, "pp=2 recompute=auto recompute_budget_gb=0.0006 model.layers=4"),
 ]

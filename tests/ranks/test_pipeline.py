@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.composed import composed
 from harness.pool import Ranks, RanksError
 from harness.toy import MODEL, QUIET, toy_overrides, train_toy
 from torch import Tensor, nn
@@ -49,25 +50,23 @@ class Built:
     engine: Engine
 
 
-def configure(*settings: str) -> TrainConfig:
-    return load_config(
-        [
-            *MODEL,
-            *QUIET,
-            "model.vocab_size=96",
-            "model.layers=8",
-            f"data.sequence_length={LENGTH}",
-            f"loop.global_batch_size={STEP_BATCH}",
-            f"parallel.micro_batch_size={MICRO_BATCH}",
-            "precision=fp32",
-            *settings,
-        ]
-    )
+def overrides(*settings: str) -> list[str]:
+    return [
+        *MODEL,
+        *QUIET,
+        "model.vocab_size=96",
+        "model.layers=8",
+        f"data.sequence_length={LENGTH}",
+        f"loop.global_batch_size={STEP_BATCH}",
+        f"parallel.micro_batch_size={MICRO_BATCH}",
+        "precision=fp32",
+        *settings,
+    ]
 
 
 def build(*settings: str, unchecked: bool = False) -> Built:
     """Build this rank's share of a model; `unchecked` takes layouts that are refused."""
-    config = configure(*settings)
+    config = composed(overrides(*settings))
     ranks = dist.get_world_size()
     dims = ParallelDims.of(config.parallel, ranks) if unchecked else lay_out(config, ranks)
     mesh = Mesh.build(dims, "cpu")
@@ -333,7 +332,7 @@ def test_logits_are_those_of_transformers(ranks: Ranks, tmp_path: Path, tied: bo
     from transformers import LlamaForCausalLM
 
     settings = ["parallel.pp=2", "parallel.schedule=zbv", f"model.tie_embeddings={tied}"]
-    config = configure(*settings)
+    config = load_config(overrides(*settings))
     model = build_whole(config.model, SEED, CPU)
     hf.write_hf(tmp_path / "out", config.model, model.state_dict())
     with torch.no_grad():

@@ -9,16 +9,10 @@ from harness.slurm_lab import clean_lab, lab, slurm_packages
 __all__ = ["clean_lab", "lab", "runs", "slurm_packages", "undisturbed"]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder, and put them first.
-
-    They wait more than they compute: one process takes them all, on one lab, while another takes the rest.
-    """
-    items.sort(key=lambda item: not _is_here(item))
+    """Mark the tests of this folder."""
     for item in filter(_is_here, items):
         item.add_marker(pytest.mark.slurm)
-        item.add_marker(pytest.mark.xdist_group("lab"))
 
 
 def _is_here(item: pytest.Item) -> bool:

@@ -73,7 +73,8 @@ class AdamW(torch.optim.AdamW):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """See `Optimizer`."""
-        torch._foreach_mul_(list(self.gradients().values()), factor)
+        # On what this rank has: through a sharded tensor, torch looks for ways to shard the product each time anew.
+        torch._foreach_mul_([local(gradient) for gradient in self.gradients().values()], factor)
 
     def finish(self) -> None:
         """See `Optimizer`: a step is done when it returns."""
