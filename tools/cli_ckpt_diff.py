@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +38,7 @@ def diff_two(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with a heat map of layers by roles.")
     ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that heat map as an image.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For a script.")] = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor, across formats, layouts and numbers of ranks.
@@ -50,7 +52,9 @@ def diff_two(
             raise ConfigError(f"{name} is {value}: give a number from 0 on")
     found = _diff(a, b, Tolerance(tolerance, relative_tolerance), deep, only)
     if html is not None:
-        _write(found, html, top)
+        _write("--html", html, lambda path: _write_html(found, path, top))
+    if png is not None:
+        _write("--png", png, lambda path: _write_png(found, path))
     if as_json:
         print(json.dumps(found.facts(top), indent=1))
     else:
@@ -61,15 +65,25 @@ def diff_two(
     raise typer.Exit(found.exit_code)
 
 
-def _write(found: "Diff", path: Path, top: int) -> None:
-    from tools.ckpt.diff_html import write_html
-
+def _write(option: str, path: Path, write: Callable[[Path], None]) -> None:
     try:
-        write_html(found, path, top)
+        write(path)
     except OSError as reason:
         raise SaveError(
-            f"--html {path} cannot be written ({reason.strerror}): choose another place"
+            f"{option} {path} cannot be written ({reason.strerror}): choose another place"
         ) from reason
+
+
+def _write_html(found: "Diff", path: Path, top: int) -> None:
+    from tools.ckpt.diff_html import write_html
+
+    write_html(found, path, top)
+
+
+def _write_png(found: "Diff", path: Path) -> None:
+    from tools.ckpt.diff_png import write_png
+
+    write_png(found, path)
 
 
 def _warn(found: "Diff") -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from train.checkpoint.references import References
 from train.checkpoint.stored import Path, ReadInto, Stored
 from train.model.config import ModelConfig
 from train.optim.adamw import AdamW, AnyAdamW
@@ -42,6 +43,7 @@ class TrainState:
     """Samples consumed by these steps: the position in the data."""
     tokens: int = 0
     precision: PrecisionState = field(default_factory=PrecisionState)
+    _references: References = field(default_factory=References)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as a tree of tensors; random generators are kept for each rank.
@@ -65,6 +67,9 @@ class TrainState:
         """Weights and moments by their names in the whole model."""
         if isinstance(self.optimizer, (MasterAdamW, CompactAdamW)):
             return self.optimizer.whole_state()
+        return self._references.of(self.optimizer, self._listed)
+
+    def _listed(self) -> tuple[dict[str, Any], dict[str, Any]]:
         model, optimizer = get_state_dict(self.parts, self.optimizer)
         moments: dict[str, Any] = optimizer["state"]  # type: ignore[assignment]
         return (
@@ -107,6 +112,7 @@ class TrainState:
 
     def _load_training_state(self, read: ReadInto) -> None:
         model_tree, moments_tree = self._training_state()
+        self._references.forget()
         read({"model": model_tree, "optimizer": moments_tree})
         assert isinstance(self.optimizer, AdamW)
         groups = get_optimizer_state_dict(self.parts, self.optimizer)["param_groups"]

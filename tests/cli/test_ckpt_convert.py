@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,41 @@ def test_what_makes_no_sense_is_refused(
     assert refused.returncode == code and sentence in refused.stderr
     assert refused.stderr.startswith("trierarch: ") and refused.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.req("C9")
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_conversion_that_is_stopped_leaves_nothing(tmp_path: Path, stop: signal.Signals) -> None:
+    """SIGKILL leaves it to the next one."""
+    source = tmp_path / "large.safetensors"
+    nbytes = 1 << 38  # holes: it would take minutes, and more room than there is
+    header = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    with source.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + nbytes)
+    command = [*COMMAND, "ckpt", "convert", str(source), "target", "--to", "torch"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as running:
+        deadline_s = time.monotonic() + 60
+        while not (begun := list(tmp_path.glob(".target.tmp-*"))) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        running.send_signal(stop)
+        code = running.wait(timeout=60)
+    assert begun, "nothing was begun"
+    assert code == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[stop]
+    left = [path.name for path in tmp_path.iterdir() if path != source]
+    if stop is signal.SIGKILL:
+        assert left == [begun[0].name]
+        other = tmp_path / ".target.tmp-elsewhere-1"
+        other.mkdir()
+        save_file({"x": torch.ones(3)}, tmp_path / "small.safetensors")
+        subprocess.run(
+            [*COMMAND, "ckpt", "convert", "small.safetensors", "target", "--to", "torch"],
+            cwd=tmp_path,
+            check=True,
+            timeout=60,
+        )
+        assert not begun[0].exists() and other.exists() and (tmp_path / "target").is_file()
+    else:
+        assert left == []

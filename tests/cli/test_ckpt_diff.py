@@ -34,13 +34,14 @@ def test_it_speaks_to_people_and_scripts(trierarch: Trierarch, pair: None, tmp_p
     same = trierarch("ckpt", "diff", "a", "a")
     assert (same.returncode, same.stdout, same.stderr) == (0, "all 51 tensors are equal\n", "")
 
-    shown = trierarch("ckpt", "diff", "a", "b.safetensors", "--html", "page.html")
+    shown = trierarch("ckpt", "diff", "a", "b.safetensors", "--html", "page.html", "--png", "map.png")
     assert shown.returncode == 1 and shown.stderr == ""
     lines = shown.stdout.splitlines()
     assert lines[0] == "A  a (dcp, 51 tensors)" and lines[1].startswith("B  b.safetensors (safetensors")
     assert lines[2] == "1 of 51 tensors differ (50 equal, 1 values differ)"
     (row,) = [line.split() for line in lines if line.startswith(Q)]
     assert row[1:4] == ["values", "differ", "100%"] and row[-2:] == ["0.5", "1"]
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     assert "layer 0" in shown.stdout and f"<code>{Q}</code>" in (tmp_path / "page.html").read_text()
 
     facts = json.loads(trierarch("ckpt", "diff", "a", "b.safetensors", "--json").stdout)
@@ -81,6 +82,7 @@ def test_exit_codes_and_choices(trierarch: Trierarch, pair: None, tmp_path: Path
         (("a", "a", "--relative-tolerance", "nan"), "--relative-tolerance is nan", ExitCode.CONFIG),
         (("a", "a", "--only", "bias"), "no tensor has the role 'bias': choose among", ExitCode.CONFIG),
         (("a", "a", "--html", "no/page.html"), "no/page.html cannot be written", 1),
+        (("a", "a", "--png", "no/map.png"), "no/map.png cannot be written", 1),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from collections.abc import Callable, Mapping
+from colorsys import hls_to_rgb
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tools.ckpt import values as of_bits
 from tools.ckpt.diff import diff
 from tools.ckpt.diff_html import write_html
 from tools.ckpt.diff_names import bare_name, place_of
+from tools.ckpt.diff_png import EQUAL, write_png
 from tools.ckpt.diff_result import Comparison, Diff, State
 from tools.ckpt.diff_tally import EXACT, Meter, Tally, Tolerance
 from tools.ckpt.diff_text import percent, shade, text
@@ -590,6 +592,25 @@ def test_the_page_shows_each_layer_and_escapes_names(tmp_path: Path) -> None:
     assert 'class="equal"' in page and "hsl(12 90% 52.0%)" in page and "and 1 more" in page
     assert "<b>" not in page and "&lt;b&gt;" in page
     assert "2 of 3 tensors differ" in page
+
+
+def test_the_image_has_a_square_for_each_layer_and_role(tmp_path: Path) -> None:
+    from PIL import Image
+
+    names = ["model.layers.0.x", "model.layers.1.x", "model.$a$.x"]
+    save_file({name: torch.ones(3) for name in names}, tmp_path / "a.safetensors")
+    save_file({names[0]: torch.ones(3), names[1]: torch.zeros(3)}, tmp_path / "b.safetensors")
+    for other, present in (("a", {EQUAL}), ("b", {EQUAL, hls_to_rgb(12 / 360, 0.52, 0.9)})):
+        found = diff(tmp_path / "a.safetensors", tmp_path / f"{other}.safetensors")
+        write_png(found, tmp_path / "map.image")
+        with Image.open(tmp_path / "map.image") as image:
+            assert image.format == "PNG"
+            pixels = image.convert("RGB")
+            counts = pixels.getcolors(maxcolors=1 << 24)
+        assert counts is not None
+        many = {shade for count, shade in counts if 40 * count > image.width * image.height}
+        wanted = {tuple(int(255 * part) for part in shade) for shade in present}
+        assert many - {(255, 255, 255)} == wanted
 
 
 def test_shades_and_shares_never_hide_a_difference() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.ckpt.diff_result import Diff, Group
-from tools.ckpt.diff_text import about, cosine, number, percent, shade, side, summary
+from tools.ckpt.diff_text import about, cosine, number, percent, rounded, shade, side, summary
 
 _TEMPLATE = "diff.html.j2"
 
@@ -26,9 +26,10 @@ def write_html(diff: Diff, path: Path, top: int) -> None:
         side_a=side(diff.a),
         side_b=side(diff.b),
         summary=summary(diff),
+        rounded=rounded(diff),
         roles=list(diff.by_role().items()),
-        columns=_columns(diff),
-        rows=_rows(diff),
+        columns=columns(diff),
+        rows=rows(diff),
         tensors=[
             {"one": one, "values": one.tally and one.tally.facts(), "about": about(one)}
             for one in diff.differing[:top]
@@ -39,16 +40,17 @@ def write_html(diff: Diff, path: Path, top: int) -> None:
     path.write_text(page)
 
 
-def _columns(diff: Diff) -> list[str]:
+def columns(diff: Diff) -> list[str]:
+    """Return the roles that a heat map has, in their order."""
     return list(dict.fromkeys(role for _, role in diff.grid()))
 
 
-def _rows(diff: Diff) -> list[tuple[str, list[dict[str, Any] | None]]]:
+def rows(diff: Diff) -> list[tuple[str, list[dict[str, Any] | None]]]:
     """Return a place and its cells, one for each column; layers by their numbers, after what precedes them."""
     grid = diff.grid()
     places = sorted(dict.fromkeys(place for place, _ in grid), key=_order)
     return [
-        (place, [_cell(grid[place, role]) if (place, role) in grid else None for role in _columns(diff)])
+        (place, [_cell(grid[place, role]) if (place, role) in grid else None for role in columns(diff)])
         for place in places
     ]
 

@@ -10,6 +10,7 @@ from tools.ckpt.diff_names import place_of
 from tools.ckpt.diff_tally import Tally, Tolerance
 from tools.ckpt.pieces import Entry
 from tools.ckpt.source import Source
+from tools.ckpt.stored import rounding_of
 
 _Key = TypeVar("_Key")
 
@@ -226,5 +227,6 @@ def _side(source: Source) -> dict[str, Any]:
         "format": source.format,
         "step": source.step,
         "layout": source.layout,
+        "rounded": rounding_of(source),
         "tensors": len(source.entries),
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from tools.ckpt.diff_result import Comparison, Diff, Group, State
 from tools.ckpt.diff_tally import Tally
 from tools.ckpt.source import Source
+from tools.ckpt.stored import rounding_of
 from tools.table import table
 
 _MEASURES = (
@@ -21,7 +22,17 @@ def text(diff: Diff, top: int) -> str:
     same = not diff.differing and not diff.plain
     shown = f"{summary(diff)}\n" if same else "\n".join(_blocks(diff, top))
     # A name may hold what makes a terminal do things.
+    shown = "".join(f"{one}\n" for one in rounded(diff)) + shown
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in shown)
+
+
+def rounded(diff: Diff) -> list[str]:
+    """Say what of the two was rounded before it was saved."""
+    found = []
+    for name, source in (("A", diff.a), ("B", diff.b)):
+        errors = [f"{role} by up to {percent(error)}" for role, error in rounding_of(source).items()]
+        found += [f"{name} was rounded: {', '.join(errors)}"] if errors else []
+    return found
 
 
 def summary(diff: Diff) -> str:

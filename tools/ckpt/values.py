@@ -57,31 +57,45 @@ def real(dtype: str) -> str:
 def distances(dtype: str, a: Bits, b: Bits, scratch: Scratch) -> Bits:
     """Count the steps from each element of `a` to that of `b`, through all values of their type, as unsigned integers.
 
-    For floats these are ULPs: bits without the sign grow with the value, so that with the sign set back they are
-    numbers in the order of the values. -0 is 0. What is returned lies in `scratch`.
+    For floats these are ULPs. What is returned lies in `scratch`.
     """
     if dtype == "bool":
         apart = scratch.of(2, np.dtype(np.bool_), a.size)
         np.not_equal(a, b, out=apart)
         return apart.view(np.uint8)
-    if is_floating(dtype) and dtype != "float8_e8m0fnu":  # which has no sign
-        signed = np.dtype(f"int{a.itemsize * 8}")
-        first, second, sign = (scratch.of(row, signed, a.size) for row in range(3))
-        _put_in_order(a.view(signed), first, sign)
-        _put_in_order(b.view(signed), second, sign)
-        a, b = first, second
-    larger, smaller = (scratch.of(row, a.dtype, a.size) for row in (2, 0))
+    if has_sign(dtype):
+        return signed_distances(a, b, scratch)[0]
+    larger, smaller = (scratch.of(row, a.dtype, a.size) for row in (1, 2))
     np.maximum(a, b, out=larger)
     np.minimum(a, b, out=smaller)
     np.subtract(larger, smaller, out=larger)
     return larger.view(f"uint{a.itemsize * 8}")
 
 
-def _put_in_order(bits: Bits, out: NDArray[Any], sign: NDArray[Any]) -> None:
-    np.right_shift(bits, bits.itemsize * 8 - 1, out=sign)  # 0 or -1
-    np.bitwise_and(sign, np.iinfo(sign.dtype).max, out=out)
-    np.bitwise_xor(bits, out, out=out)
-    np.subtract(out, sign, out=out)
+def has_sign(dtype: str) -> bool:
+    """Whether the type is a float of which one bit is the sign, and the others grow with the value."""
+    return is_floating(dtype) and dtype != "float8_e8m0fnu"
+
+
+def signed_distances(a: Bits, b: Bits, scratch: Scratch) -> tuple[Bits, Bits]:
+    """Return ULPs between floats, and the larger of both magnitudes, as bits; both lie in `scratch`, -0 is 0.
+
+    The bits without the sign are the number of steps from 0. Of one sign, the two numbers are subtracted, of two added.
+    """
+    signed = np.dtype(f"int{a.itemsize * 8}")
+    a, b = a.view(signed), b.view(signed)
+    smaller, sign, larger = (scratch.of(row, signed, a.size) for row in range(3))
+    magnitude = np.iinfo(signed).max
+    np.bitwise_and(a, magnitude, out=smaller)
+    np.bitwise_and(b, magnitude, out=sign)
+    np.maximum(smaller, sign, out=larger)
+    np.minimum(smaller, sign, out=smaller)
+    np.bitwise_xor(a, b, out=sign)
+    np.right_shift(sign, a.itemsize * 8 - 1, out=sign)  # -1 where signs differ
+    np.bitwise_xor(smaller, sign, out=smaller)
+    np.subtract(smaller, sign, out=smaller)
+    steps = np.subtract(larger, smaller, out=sign)
+    return steps.view(f"uint{a.itemsize * 8}"), larger
 
 
 @cache

@@ -74,7 +74,7 @@ class Staging:
         place in the layout; of each only what is here is copied.
         """
         leaves = dict(leaves_of(tree))
-        here = {key: _local(leaves[key]) for key in leaves if key in chosen}
+        here = {key: local_part(leaves[key]) for key in leaves if key in chosen}
         forms = {key: (tensor.shape, tensor.dtype) for key, tensor in here.items()}
         if forms != {key: (buffer.shape, buffer.dtype) for key, buffer in self._buffers.items()}:
             self.close()
@@ -90,7 +90,7 @@ class Staging:
             torch.cuda.current_stream().synchronize()
         copied = {
             key: _like(
-                leaf, self._buffers[key] if key in here else torch.empty_like(_local(leaf), device="meta")
+                leaf, self._buffers[key] if key in here else torch.empty_like(local_part(leaf), device="meta")
             )
             for key, leaf in leaves.items()
         }
@@ -119,7 +119,7 @@ class Staging:
             self._buffers[key] = values.view(tensor.shape)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
