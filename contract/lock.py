@@ -18,18 +18,23 @@ def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
 
     On a file system without locks it goes on without one: what it guards has to survive that.
     """
-    deadline = time.monotonic() + wait_s
     with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"{path} is locked by another process") from None
-                time.sleep(_RETRY_S)
-                continue
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-            break
+        hold(file.fileno(), path, wait_s)
         yield
+
+
+def hold(descriptor: int, path: Path, wait_s: float) -> None:
+    """Lock what is open as `descriptor` until that is closed; raises as `locked` does."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{path} is locked by another process") from None
+            time.sleep(_RETRY_S)
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        return

@@ -10,6 +10,7 @@ import typer
 
 from contract.errors import ConfigError, UserError
 from tools.bytes_shown import bytes_bar, size
+from tools.cli_ckpt_compress import COMMANDS
 from tools.cli_ckpt_convert import convert_checkpoint
 from tools.cli_ckpt_diff import diff_two
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Look into checkpoints of any format, and check them.")
 app.command("convert")(convert_checkpoint)
 app.command("diff")(diff_two)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 AsJson = Annotated[bool, typer.Option("--json", help="For a script.")]
 
@@ -39,7 +42,7 @@ def list_steps(
     if not steps:
         print("no checkpoints")
         return
-    head = ("step", "age", "size", "format", "layout", "state", "")
+    head = ("step", "age", "size", "format", "layout", "state", "stored", "")
     rows = [
         (
             str(one.step) if one.step is not None else one.name,
@@ -48,6 +51,7 @@ def list_steps(
             one.format,
             one.layout,
             one.state,
+            one.stored,
             one.reason,
         )
         for one in steps
@@ -62,6 +66,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what is in a checkpoint: format, step, layout, parameters, types, shapes, bytes."""
+    from tools.ckpt.diff_text import percent
     from tools.ckpt.findings import Severity
     from tools.ckpt.listing import layout_of
     from tools.ckpt.open import open_source
@@ -84,6 +89,8 @@ def show(
         "position": ", ".join(f"{name} {value:,}" for name, value in facts["position"].items()),
         "parameters": f"{facts['parameters']:,}",
         "size": f"{size(facts['bytes'])} of tensors in {len(facts['files'])} files",
+        "stored": facts["stored"],
+        "rounded": ", ".join(f"{role} by up to {percent(error)}" for role, error in facts["rounded"].items()),
         "tied": ", ".join(f"{name} = {other}" for name, other in facts["tied"].items()),
     }
     print("".join(f"{name:12}{value}\n" for name, value in told.items() if value))

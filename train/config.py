@@ -13,6 +13,7 @@ from typing import ClassVar
 import configs.compose
 from contract.errors import ConfigError
 from contract.run_folder import RunFolder
+from train.checkpoint.config import CheckpointConfig
 from train.layout.config import ParallelConfig
 from train.layout.synonyms import IMPLIED, SYNONYMS
 from train.model.config import ModelConfig
@@ -128,30 +129,6 @@ class OptimConfig:
 
 
 @dataclass
-class CheckpointConfig:
-    """When to save and how much to keep."""
-
-    every_steps: int = 0
-    """0 saves by the clock, on a stop request and at the end only."""
-    every_minutes: float = 60.0
-    """0 saves by steps, on a stop request and at the end only."""
-    keep_last: int = 2
-    """Newest checkpoints kept; 0 keeps all. The newest one is never removed, and damaged ones do not count."""
-    keep_every_steps: int = 0
-    """Also kept: checkpoints of steps that are multiples of it; 0 for none."""
-    keep_best: int = 0
-    """Also kept: so many checkpoints with the lowest eval_loss, of steps that were evaluated too."""
-    disk_budget_gb: float | None = None
-    """Room for all checkpoints of the run, GB (1e9 bytes): beyond it the oldest go, the best last. One more is on the
-    disk while it is written."""
-    background: bool = True
-    """Copy the state to memory of the host and write it from there while training goes on; false makes it wait. What
-    is offloaded, or kept in fewer bits, is written while training waits in any case."""
-    verify_load: bool = True
-    """Compare what is loaded with its hashes: a damaged checkpoint is passed over for an older one."""
-
-
-@dataclass
 class ResilienceConfig:
     """Stop requests and time limits."""
 
@@ -240,11 +217,6 @@ class TrainConfig:
             ("optim.eps", self.optim.eps),
             ("optim.warmup_steps", self.optim.warmup_steps),
             ("optim.weight_decay", self.optim.weight_decay),
-            ("checkpoint.every_steps", self.checkpoint.every_steps),
-            ("checkpoint.every_minutes", self.checkpoint.every_minutes),
-            ("checkpoint.keep_last", self.checkpoint.keep_last),
-            ("checkpoint.keep_every_steps", self.checkpoint.keep_every_steps),
-            ("checkpoint.keep_best", self.checkpoint.keep_best),
         ):
             _require(0 <= number <= LARGEST, f"{path}={number}: must be at least 0 and at most {LARGEST:.0e}")
         for path, share in (
@@ -312,37 +284,9 @@ class TrainConfig:
                 f"optim.warmup_steps={self.optim.warmup_steps} reaches into the decay, the last {decay_steps} of "
                 f"loop.steps={self.loop.steps}: shorten one of them",
             )
-        self._validate_retention()
+        self.checkpoint.validate(evaluates=self.loop.eval_every_steps > 0 and self.loop.eval_batches > 0)
         self.model.validate()
         self.model.check_sequence_length(self.data.sequence_length)
-
-    def _validate_retention(self) -> None:
-        """Refuse what would keep nothing, or change nothing."""
-        kept, loop = self.checkpoint, self.loop
-        budget = kept.disk_budget_gb
-        _require(
-            budget is None or 0 < budget <= LARGEST,
-            f"checkpoint.disk_budget_gb={budget}: must be above 0 and at most {LARGEST:.0e}, or null",
-        )
-        for name in ("keep_every_steps", "keep_best"):
-            value = getattr(kept, name)
-            _require(
-                value == 0 or kept.keep_last > 0,
-                f"checkpoint.{name}={value} changes nothing, for checkpoint.keep_last=0 keeps all: set one of them",
-            )
-            _require(
-                value == 0 or kept.every_steps > 0,
-                f"checkpoint.{name}={value} needs checkpoints at known steps: set checkpoint.every_steps",
-            )
-        _require(
-            kept.keep_every_steps == 0 or kept.keep_every_steps % kept.every_steps == 0,
-            f"checkpoint.keep_every_steps={kept.keep_every_steps} is no multiple of checkpoint.every_steps="
-            f"{kept.every_steps}: change one",
-        )
-        _require(
-            kept.keep_best == 0 or (loop.eval_every_steps > 0 and loop.eval_batches > 0),
-            f"checkpoint.keep_best={kept.keep_best} needs evaluations: set loop.eval_every_steps and loop.eval_batches",
-        )
 
 
 def load_config(overrides: Sequence[str]) -> TrainConfig:

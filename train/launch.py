@@ -1,7 +1,7 @@
 """The set-up of one launch of a run: check everything, build the parts, restore, announce."""
 
 import errno
-import json
+import math
 import os
 import time
 from contextlib import ExitStack, suppress
@@ -9,23 +9,38 @@ from dataclasses import asdict
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import configs.compose
-from contract.errors import ConfigError, ReportedError, SaveError, UserError
+from contract.errors import ReportedError, SaveError, UserError
 from contract.run_folder import HAND_STARTED, Event, job_identity, start_number
 from train import bootstrap
+from train.checkpoint.compress.plan import Wish
+from train.checkpoint.compress.rounding import Rounding
+from train.checkpoint.config import CheckpointConfig, Compress, Lossy
 from train.checkpoint.digests import digest
+from train.checkpoint.fast import FastTier
+from train.checkpoint.fast_folder import check_room, fast_folder, no_gain
 from train.checkpoint.manifest import Manifest
+from train.checkpoint.reader import Phases
 from train.checkpoint.retain import Retention
 from train.checkpoint.staging import Staging
-from train.checkpoint.store import CheckpointStore
+from train.checkpoint.store import TEMPORARY, CheckpointStore
 from train.checkpoint.write import broadcast
-from train.config import WATCH_MARGIN_S, Resume, TrainConfig
-from train.data.loader import TokenWindows, TrainLoader, describe_change
+from train.config import WATCH_MARGIN_S, TrainConfig
+from train.continuing import (
+    changed_batch,
+    changed_values,
+    check_continues,
+    check_exact,
+    check_model,
+    check_never,
+    check_required,
+    sample_order,
+)
+from train.data.loader import TokenWindows, TrainLoader
 from train.evaluate import Evaluator
 from train.layout.check import lay_out
 from train.layout.config import Recompute
@@ -34,7 +49,7 @@ from train.layout.memory import heaviest, lines, memory
 from train.layout.notes import notes
 from train.loop import Parts
 from train.mesh import Mesh
-from train.model.config import padded_vocabulary
+from train.model.config import padded_vocabulary, parameter_count
 from train.model.hf import read_hf
 from train.monitor.flops import peak_tflops
 from train.monitor.progress import ProgressLine, tell
@@ -55,6 +70,8 @@ from train.state import TrainState, seed_everything
 SHARED_STORAGE_WAIT_S = 10.0
 PASSING = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EREMOTEIO)
 """What a shared file system fails with while it fails over, or has thrown this node out."""
+SAVED_BYTES = 12
+"""Of a parameter in a checkpoint: fp32, and two moments."""
 SPARED = 0.9
 """Share of the free memory of a host that copies of the state may take, with which checkpoints are saved."""
 LAUNCHERS = {"mpi": "mpirun", "slurm": "srun"}
@@ -81,6 +98,8 @@ class Launch:
         self._claimed = False
         self._announced = False
         self._load_s = 0.0
+        self._notes: list[str] = []
+        """What is unfortunate on this node."""
         self._table: list[str] = []
         """What the rank that keeps most has where."""
         self._opened = ExitStack()
@@ -101,7 +120,13 @@ class Launch:
         together(control, self._claim)
         self._claimed = True
         token = broadcast(self.owner.token, control)
-        windows, held_out = together(control, lambda: self._open_data(token))
+        try:
+            together(control, lambda: self._check_shared(token))
+        finally:
+            if self._leader:
+                with suppress(OSError):
+                    self._sign(token).rmdir()
+        windows, held_out = together(control, self._open_data)
 
         beat(Phase.START)
         dims = together(control, lambda: self._lay_out())
@@ -114,7 +139,7 @@ class Launch:
                 step=0,
                 world_size=world.size,
                 model=configs.compose.to_tree(config.model),
-                data=windows.fingerprint | _sample_order(config),
+                data=windows.fingerprint | sample_order(config),
                 layout=asdict(dims) | {"zero": config.parallel.zero},
                 samples_per_step=config.loop.samples_per_step,
                 versions=_versions(),
@@ -126,17 +151,25 @@ class Launch:
                 config.checkpoint.keep_best,
                 config.checkpoint.disk_budget_gb,
             ),
+            wish=_wish(config.checkpoint),
+            rounding=_rounding(config.checkpoint),
             verify_load=config.checkpoint.verify_load,
             staging=self._staging() if config.checkpoint.background else None,
+            fast=together(control, self._fast_tier),
             check_owner=self.owner.check,
         )
+        if checkpoints.fast is not None:
+            self._recover(checkpoints, control)
         newest = checkpoints.newest()
-        together(control, lambda: self._check_fits(newest, checkpoints.manifest))
+        if newest is not None:
+            found = newest
+            together(control, lambda: check_continues(config, found, checkpoints.manifest))
         # Random weights take minutes for a large model: only where nothing replaces them.
         fresh = newest is None and config.run.init_from is None
         values = draw(config.model, config.seed) if fresh else None
         # When no rank of the node has taken its memory yet.
         together(control, lambda: self._check_memory(dims))
+        together(control, lambda: self._check_room(checkpoints.fast, newest))
         sharded = together(control, lambda: self._build_parts(mesh))
         optimizer = together(control, lambda: self._build_optimizer(sharded))
         state = TrainState(
@@ -154,6 +187,9 @@ class Launch:
             began_s = time.monotonic()
             newest = checkpoints.restore(state, newest)
             self._load_s = time.monotonic() - began_s
+            restored = newest
+            rounded = together(control, lambda: check_exact(config, restored))
+            self._notes += [rounded] if rounded is not None and self._leader else []
             beat(Phase.START)
         elif not fresh:
             together(control, lambda: self._import_weights(state))
@@ -186,6 +222,37 @@ class Launch:
             return int(SPARED * room(self._device, self._world.local_size, []).host)
 
         return Staging(room_bytes, pinned=self._device.type == "cuda")
+
+    def _fast_tier(self) -> FastTier | None:
+        path, run = self._config.checkpoint.fast_path, self._config.run_folder
+        if path is None:
+            return None
+        tier = FastTier(fast_folder(path, run), run)
+        if self._leader and (reason := no_gain(tier.root, run)):
+            self._notes.append(reason)
+        return tier
+
+    def _recover(self, checkpoints: CheckpointStore, control: dist.ProcessGroup) -> None:
+        """Publish what earlier starts have left on the nodes, if that is newer than what is published."""
+        together(control, self._settle)
+        beat(Phase.SAVE)
+        checkpoints.recover()
+        beat(Phase.START)
+        together(control, self._check_resume)
+
+    def _settle(self) -> None:
+        if self._leader:
+            self.owner.settle()
+
+    def _check_room(self, tier: FastTier | None, newest: Manifest | None) -> None:
+        """Make sure that the disk of this node has room for what its ranks save."""
+        if tier is None or self._world.local_rank != 0:
+            return
+        known = None if newest is None or not newest.verified else _values_bytes(newest)
+        whole = parameter_count(self._config.model) * SAVED_BYTES if known is None else known
+        share = whole * self._world.local_size // self._world.size
+        if reason := check_room(tier.root, share, known is not None):
+            self._notes.append(reason)
 
     def _lay_out(self) -> ParallelDims:
         world = self._world
@@ -234,35 +301,40 @@ class Launch:
         if not self._leader:
             return
         folder = self._config.run_folder
-        if self._config.run.resume is Resume.required and not folder.published_steps():
-            raise ConfigError(
-                f"run {folder.name} has no checkpoint to continue from: drop run.resume=required"
-            )
+        # What the nodes' disks have is not known yet.
+        if self._config.checkpoint.fast_path is None:
+            check_required(self._config)
         try:
             folder.create()
             self.owner.acquire()
+            self._sign(self.owner.token).mkdir()
         except OSError as error:
             raise _unwritable(folder.path, error) from error
-        if self._config.run.resume is Resume.never and folder.published_steps():
-            raise ConfigError(
-                f"run {folder.name} already has checkpoints up to step {folder.published_steps()[-1]} in "
-                f"{folder.path}: choose another run.name, or drop run.resume=never to continue it"
-            )
+        check_never(self._config)
+
+    def _check_resume(self) -> None:
+        if self._leader:
+            check_required(self._config)
+            check_never(self._config)
 
     def _check_shared(self, token: str) -> None:
         """Make sure that this rank sees what rank 0 has written: shards on separate disks are no checkpoint."""
         deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
-        while not self.owner.sees(token):
+        folder = self._config.run_folder
+        while not (sees := self.owner.sees(token)) or not self._sign(token).is_dir():
             if time.monotonic() > deadline:
+                path = folder.checkpoints if sees else folder.path
                 raise UserError(
-                    f"{self._config.run_folder.path} is not the folder that rank 0 writes to: put run.root on storage "
-                    "that all nodes share"
+                    f"{path} is not the folder that rank 0 writes to: put run.root on storage that all nodes share"
                 )
             time.sleep(0.1)
 
-    def _open_data(self, token: str) -> tuple[TokenWindows, TokenWindows | None]:
-        """Make sure of the run folder, open the token files and fit the vocabulary to them."""
-        self._check_shared(token)
+    def _sign(self, token: str) -> Path:
+        """What rank 0 puts where checkpoints go, which may be another file system, until all ranks have seen it."""
+        return self._config.run_folder.checkpoints / f"sign{TEMPORARY}{token}"
+
+    def _open_data(self) -> tuple[TokenWindows, TokenWindows | None]:
+        """Open the token files and fit the vocabulary to them."""
         config = self._config
         windows = TokenWindows.open(config.data, "train")
         held_out = TokenWindows.open(config.data, "validation") if config.loop.eval_batches > 0 else None
@@ -272,29 +344,11 @@ class Launch:
         config.model.check_sequence_length(config.data.sequence_length)
         return windows, held_out
 
-    def _check_fits(self, newest: Manifest | None, wanted: Manifest) -> None:
-        """Check that the checkpoint to continue from belongs to this model and this data."""
-        name = self._config.run.name
-        if newest is None:
-            return
-        _check_model(newest.model, wanted.model, f"the checkpoint of step {newest.step}")
-        if change := describe_change(newest.data, wanted.data):
-            raise ConfigError(
-                f"the data of run {name} is not what it was trained on so far ({change}): give back the old "
-                "data.prefix, or start another run.name"
-            )
-        for key, value in _sample_order(self._config).items():
-            if newest.data.get(key) != value:
-                raise ConfigError(
-                    f"{key}={value} differs from {newest.data.get(key)}, with which run {name} was trained so far; "
-                    "samples would be repeated or skipped: give back the old value, or start another run.name"
-                )
-
     def _import_weights(self, state: TrainState) -> None:
         assert self._config.run.init_from is not None
         folder = Path(self._config.run.init_from)
         shape, weights = read_hf(folder)
-        _check_model(configs.compose.to_tree(shape), configs.compose.to_tree(self._config.model), str(folder))
+        check_model(configs.compose.to_tree(shape), configs.compose.to_tree(self._config.model), str(folder))
         state.fill(lambda name, _, where: weights[name][where])
 
     def _recorder(self, state: TrainState) -> Recorder:
@@ -331,12 +385,12 @@ class Launch:
         if not self._leader:
             return
         folder = self._config.run_folder
-        unfortunate = notes(self._config, dims, self._world.local_size)
+        unfortunate = notes(self._config, dims, self._world.local_size) + self._notes
         changes = (
-            _changed_values(folder.config.read_text(), self._config_text) if folder.config.exists() else []
+            changed_values(folder.config.read_text(), self._config_text) if folder.config.exists() else []
         )
         if newest is not None:
-            changes += _changed_batch(newest.samples_per_step, self._config.loop.samples_per_step, changes)
+            changes += changed_batch(newest.samples_per_step, self._config.loop.samples_per_step, changes)
         try:
             if not folder.config.exists() or changes:
                 temporary = folder.config.with_suffix(".tmp")
@@ -359,6 +413,7 @@ class Launch:
                     step=state.step,
                     tokens=state.tokens,
                     load_s=round(self._load_s, 3),
+                    phases=_rounded(checkpoints.load_phases),
                     start=start_number(),
                 )
             for name in self._request.replaced:
@@ -380,7 +435,10 @@ class Launch:
         if self._config.offload.delayed_update:
             tell("each step computes with weights that are one update old (offload.delayed_update)")
         if state.step > 0:
-            tell(f"continuing run {folder.name} from step {state.step}")
+            tell(
+                f"continuing run {folder.name} from step {state.step}, loaded in {self._load_s:.1f} s: "
+                f"{checkpoints.load_phases}"
+            )
             for change in changes:
                 tell(f"changed since then: {change}")
 
@@ -406,53 +464,29 @@ def _who_trains(world: bootstrap.World) -> str:
     return f"{ranks} started by {LAUNCHERS.get(world.launcher, world.launcher)}"
 
 
-def _changed_values(before: str, after: str) -> list[str]:
-    """Say which values differ between two printed configurations."""
-    old, new = configs.compose.flatten_yaml(before), configs.compose.flatten_yaml(after)
-    return [
-        f"{key}={_written(new.get(key))} (was {_written(old.get(key))})"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
+def _rounded(phases: Phases | None) -> dict[str, float]:
+    return {} if phases is None else {name: round(value, 3) for name, value in asdict(phases).items()}
 
 
-def _changed_batch(before: int | None, now: int, told: list[str]) -> list[str]:
-    """Say that a step has another number of samples, unless `told` does: it may follow from the number of ranks.
-
-    `before` is None where it is not known.
-    """
-    if before in (None, now) or f"loop.global_batch_size={now} (was {before})" in told:
-        return []
-    return [f"a step has {now} samples (was {before})"]
-
-
-def _written(value: Any) -> str:
-    """A value as users write it."""
-    return value if isinstance(value, str) else json.dumps(value)
+def _wish(kept: CheckpointConfig) -> Wish:
+    return Wish(
+        compress=kept.compress is not Compress.none,
+        deltas=kept.compress is Compress.delta,
+        longest_chain=kept.delta_chain,
+        alone_every_steps=kept.keep_every_steps,
+    )
 
 
-def _check_model(saved: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
-    """Raise `ConfigError` unless weights of the shape `saved`, found at `where`, fit the model `wanted`."""
-    harmless = {"name", "init_std", "max_sequence_length"}
-    for key in sorted((saved.keys() | wanted.keys()) - harmless):
-        old, new = saved.get(key), wanted.get(key)
-        if key == "kv_heads":  # null means as many as heads
-            old, new = old or saved.get("heads"), new or wanted.get("heads")
-        if old != new:
-            raise ConfigError(
-                f"model.{key} is {new}, but {where} has {old}: use the model and the data that it was trained "
-                "with, or give the new run another run.name"
-            )
+def _rounding(kept: CheckpointConfig) -> Rounding | None:
+    if kept.lossy is Lossy.none:
+        return None
+    return Rounding(weights=kept.lossy is Lossy.all, largest_error=kept.lossy_error)
 
 
-def _sample_order(config: TrainConfig) -> dict[str, Any]:
-    """What, beside the token files, decides which sample comes when."""
-    data = config.data
-    return {
-        "seed": config.seed,
-        "data.sequence_length": data.sequence_length,
-        "data.validation_fraction": data.validation_fraction,
-    }
+def _values_bytes(manifest: Manifest) -> int:
+    """Of all tensors, however they are stored."""
+    forms = manifest.tensors.values()
+    return sum(math.prod(form["shape"]) * getattr(torch, form["dtype"]).itemsize for form in forms)
 
 
 def _versions() -> dict[str, str]:

@@ -127,6 +127,7 @@ def train(parts: Parts) -> Outcome:
     evaluation = evaluate(parts)
     if evaluation is None and parts.evaluator.samples > 0:
         return _stop(parts)
+    parts.checkpoints.settle()
     return Outcome(stopped=False, evaluation=evaluation)
 
 
@@ -208,14 +209,14 @@ def _on_all_ranks(parts: Parts, error: UserError) -> UserError:
 def _stop(parts: Parts) -> Outcome:
     if parts.recorder is not None:
         parts.run.try_event(Event.STOP_REQUESTED, step=parts.state.step, signal=parts.agreement.signal)
-    _save(parts, required=True)
+    _save(parts, required=True, urgent=True)
     return Outcome(stopped=True)
 
 
-def _save(parts: Parts, required: bool) -> None:
+def _save(parts: Parts, required: bool, urgent: bool = False) -> None:
     """Save, in the background where training goes on; a failure costs nothing then but the wait for the next try."""
     step = parts.state.step
-    if parts.checkpoints.save(parts.state, background=not required):
+    if parts.checkpoints.save(parts.state, background=not required, urgent=urgent):
         parts.agreement.saved()
         return
     parts.agreement.postpone(RETRY_SAVE_S)

@@ -5,7 +5,12 @@
 Ranks of one thread each, with the state of a model and its optimizer sharded among them. In turns, because machines
 are noisy: a plain `dcp.save`, torch's `dcp.async_save`, and ours in the background (under 5 % of the plain save's time
 is wanted for the stall). Only ours hashes, reads back and publishes; all sync their files. Then both ways to read:
-`dcp.load`, and ours with and without hashing, each from files that were just read.
+`dcp.load`, and ours with and without hashing, each from files that were just read. Then `validate` of the last step, on
+one thread, from memory.
+
+Beside them what could be reached: the ranks at the same time writing as many bytes to a file each, reading their share
+of the files from the disk and from memory, and one thread hashing what is in its caches. What does several things to
+each byte one after the other is limited by 1 / (1 / one + 1 / other): 80 % of that are wanted.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,10 @@ from harness.offload import opened
 from harness.pool import RankPool
 from harness.toy import QUIET
 from harness.toy_text import write_toy_text
+from limits import drop, hash_bytes, read_files, timed, write_file
 
+from tools.ckpt.open import open_source
+from tools.ckpt.validate import validate
 from train.checkpoint.manifest import read_manifest
 from train.data.prepare import prepare
 from train.loop import Parts
@@ -66,7 +75,7 @@ def main() -> None:
             found = pool.run(options.ranks, measure, overrides, folder, options.rounds, timeout_s=1800)
         finally:
             pool.close()
-    report(*found[0])
+    report(options.ranks, *found[0])
 
 
 def measure(overrides: list[str], folder: Path, rounds: int) -> tuple[int, Seconds]:
@@ -83,8 +92,29 @@ def measure(overrides: list[str], folder: Path, rounds: int) -> tuple[int, Secon
                         found.setdefault(f"{name}: {kind}", []).append(seconds)
                     elif name == "ours" and kind == "stall":
                         found["ours: stall of the first"] = [seconds]
-        manifest = read_manifest(parts.run.checkpoints / f"step_{parts.state.step}")
+        folder = parts.run.checkpoints / f"step_{parts.state.step}"
+        manifest = read_manifest(folder)
+        if dist.get_rank() == 0:
+            found |= validated(folder, rounds)
+        dist.barrier()
     return manifest.bytes, found
+
+
+def validated(folder: Path, rounds: int) -> Seconds:
+    """Seconds of one core: `validate`, and reading and hashing the same files, as often as `validate` hashes a byte."""
+    files = sorted(folder.glob("*.distcp"))
+    with open_source(folder) as source:
+        cut = sum(entry.nbytes for entry in source.entries if len(entry.pieces) > 1)
+    size = sum(path.stat().st_size for path in files)
+    found: Seconds = {}
+    for _ in range(rounds):
+        for name, work in (
+            ("one core: read", partial(read_files, files)),
+            ("one core: hash", partial(hash_bytes, size + cut)),
+            ("one core: validate", partial(validate, folder)),
+        ):
+            found.setdefault(name, []).append(timed(work)[1])
+    return found
 
 
 def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict[str, float]]]:
@@ -113,11 +143,12 @@ def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict
 
     def ours() -> dict[str, float]:
         state.step += 1
-        began_s = time.perf_counter()
+        began_s, began_core_s = time.perf_counter(), time.thread_time()
         assert store.save(state, background=True)
-        stall_s = time.perf_counter() - began_s
+        stall_s, core_s = time.perf_counter() - began_s, time.thread_time() - began_core_s
         assert store.wait()
-        return {"stall": stall_s, "until it is there": time.perf_counter() - began_s}
+        there_s = time.perf_counter() - began_s
+        return {"stall": stall_s, "stall, of a core": core_s, "until it is there": there_s}
 
     def load() -> dict[str, float]:
         tree = state.state_dict()
@@ -132,6 +163,19 @@ def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict
         store.load(state, manifest)
         return {"load": time.perf_counter() - began_s}
 
+    def limits() -> dict[str, float]:
+        files = sorted((parts.run.checkpoints / f"step_{state.step}").glob("*.distcp"))
+        own = files[dist.get_rank() :: dist.get_world_size()]
+        mine = folder / f"plain_{dist.get_rank()}"
+        found = {"write": timed(lambda: write_file(mine, sum(path.stat().st_size for path in own)))[0]}
+        mine.unlink()
+        drop(own)
+        dist.barrier()
+        found["read from the disk"] = timed(lambda: read_files(own))[0]
+        dist.barrier()
+        found["read from memory"] = timed(lambda: read_files(own))[0]
+        return found
+
     return {
         "dcp.save": save,
         "dcp.async_save": async_save,
@@ -139,18 +183,32 @@ def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict
         "dcp": load,
         "ours without hashes": lambda: load_ours(False),
         "ours with hashes": lambda: load_ours(True),
+        "limit": limits,
     }
 
 
-def report(size: int, found: Seconds) -> None:
+def report(ranks: int, size: int, found: Seconds) -> None:
     """Print medians, and what they mean."""
     print(f"checkpoint of {size / 1e6:,.0f} MB")
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
     for name, seconds in middle.items():
         print(f"{name:36} {seconds:8.3f} s  {size / seconds / 1e6:8,.0f} MB/s")
     plain = middle["dcp.save: stall"]
-    for name in ("ours: stall", "dcp.async_save: stall"):
+    for name in ("ours: stall", "ours: stall, of a core", "dcp.async_save: stall"):
         print(f"{name}: {100 * middle[name] / plain:.1f} % of a plain save's time")
+    write, disk, memory = (
+        middle[f"limit: {kind}"] for kind in ("write", "read from the disk", "read from memory")
+    )
+    hashing = middle["one core: hash"] / ranks
+    for name, limit_s in (
+        ("dcp.save: stall", write),
+        ("ours: until it is there", write + disk),
+        ("dcp: load", memory),
+        ("ours without hashes: load", memory),
+        ("ours with hashes: load", memory + hashing),
+        ("one core: validate", middle["one core: read"] + middle["one core: hash"]),
+    ):
+        print(f"{name}: {100 * limit_s / middle[name]:.0f} % of what could be reached ({limit_s:.3f} s)")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from harness.checkpoints import Box, flat, load_dcp, save_dcp, save_ours, state
 from safetensors.torch import save_file
 
+from tools.ckpt.compress import Compressor
 from tools.ckpt.open import open_source
 from tools.ckpt.report import Depth
 from tools.ckpt.validate import validate
@@ -21,6 +22,7 @@ from tools.ckpt.validate import validate
 ROUNDS = 200
 CUTS: dict[str, list[Box]] = {"model.embed_tokens.weight": [((0, 0), (20, 32)), ((20, 0), (44, 32))]}
 GOLDEN = Path(__file__).parents[1] / "golden"
+OURS = ("ours", "compressed", "delta")
 KINDS = ("flip", "cut", "zeros", "missing", "swapped", "stale")
 
 
@@ -29,6 +31,13 @@ def make(kind: str, folder: Path, seed: int) -> Path:
     tree = state(seed, 7 + seed)
     if kind == "ours":
         return save_ours(folder / "step_7", tree, 7 + seed, CUTS)
+    if kind in ("compressed", "delta"):
+        step = save_ours(folder / f"step_{7 + seed}", tree, 7 + seed, CUTS, files=2)
+        parent = save_ours(folder / "step_5", state(seed, 5), 5, CUTS, files=2)
+        Compressor().compress(parent)
+        done = Compressor().compress(step) if kind == "compressed" else Compressor().delta(step, parent)
+        assert (done.parent is None) == (kind == "compressed")
+        return step
     if kind == "dcp":
         return save_dcp(folder / "dcp", tree, CUTS, files=2)
     folder.mkdir(exist_ok=True)
@@ -51,14 +60,15 @@ def make(kind: str, folder: Path, seed: int) -> Path:
 
 def spoil(chance: random.Random, kind: str, folder: Path, other: Path) -> str:
     """Damage a checkpoint; `other` is one of another step. Returns what was done."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    needed = folder.parent if kind == "delta" else folder
+    files = sorted(path for path in needed.rglob("*") if path.is_file())
     # Without hashes, a name in the directory may change into another one, and that is all that can be said.
     bare = [path for path in files if kind in ("dcp", "megatron") and path.name == ".metadata"]
     file = chance.choice([path for path in files if path not in bare])
     data = bytearray(file.read_bytes())
     damage = chance.choice(KINDS)
     at = chance.randrange(max(1, len(data)))
-    stale = other / file.relative_to(folder)
+    stale = other / file.relative_to(folder) if file.is_relative_to(folder) else other
     if damage == "missing":
         file.unlink()
     elif damage == "swapped":
@@ -66,7 +76,7 @@ def spoil(chance: random.Random, kind: str, folder: Path, other: Path) -> str:
         content = second.read_bytes()
         second.write_bytes(data)
         file.write_bytes(content)
-    elif damage == "stale" and kind in ("ours", "deepspeed2") and stale.is_file():
+    elif damage == "stale" and kind in (*OURS, "deepspeed2") and stale.is_file():
         shutil.copy(stale, file)
     elif damage == "cut":
         file.write_bytes(data[:at])
@@ -78,7 +88,7 @@ def spoil(chance: random.Random, kind: str, folder: Path, other: Path) -> str:
         damage = "flip"
         data[at : at + 1] = bytes(byte ^ 1 << chance.randrange(8) for byte in data[at : at + 1])
         file.write_bytes(data)
-    return f"{damage} of {file.relative_to(folder)} at {at}"
+    return f"{damage} of {file.relative_to(needed)} at {at}"
 
 
 def values(folder: Path) -> dict[str, bytes]:
@@ -89,6 +99,10 @@ def values(folder: Path) -> dict[str, bytes]:
             for entry in source.entries
             if entry.dtype != "object"
         }
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def loads_right(kind: str, folder: Path) -> bool:
@@ -110,7 +124,7 @@ def loads_right(kind: str, folder: Path) -> bool:
 @pytest.mark.req("C9")
 @pytest.mark.parametrize(
     "kind",
-    ["ours", "dcp", "torch", "safetensors", "deepspeed1", "deepspeed2", "deepspeed3", "megatron"],
+    [*OURS, "dcp", "torch", "safetensors", "deepspeed1", "deepspeed2", "deepspeed3", "megatron"],
 )
 def test_damage_is_found_or_of_no_consequence(tmp_path: Path, kind: str, session_seed: int) -> None:
     logging.disable(logging.CRITICAL)
@@ -122,13 +136,16 @@ def test_damage_is_found_or_of_no_consequence(tmp_path: Path, kind: str, session
     for number in range(ROUNDS):
         folder = tmp_path / "spoilt" / origin.name
         shutil.rmtree(folder.parent, ignore_errors=True)
-        shutil.copytree(origin, folder)
+        # A step that is a difference needs the one beside it.
+        shutil.copytree(*((origin.parent, folder.parent) if kind == "delta" else (origin, folder)))
         what = f"{number}: {spoil(chance, kind, folder, other)}"
         report = validate(folder / "x.pt" if kind == "torch" else folder, Depth.DEEP)
         assert "\n" not in str(report.unreadable)
         seen["damaged" if report.exit_code == 1 else "unreadable" if report.exit_code else "whole"] += 1
         if report.exit_code:
             continue
+        # Each of our bytes has a hash.
+        assert kind not in OURS or contents(folder) == contents(origin), what
         if kind == "safetensors":
             # It has no checksum; but what changes must be values alone.
             assert {name: len(value) for name, value in values(folder).items()} == {

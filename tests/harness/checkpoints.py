@@ -1,5 +1,6 @@
 """Small checkpoints of every format, made by the libraries that such files come from."""
 
+import io
 import json
 import os
 import warnings
@@ -7,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
@@ -130,11 +132,15 @@ def state(seed: int = 0, step: int = 7) -> dict[str, Any]:
 
 
 def save_ours(
-    folder: Path, tree: Mapping[str, Any], step: int = 7, cuts: Mapping[str, Sequence[Box]] | None = None
+    folder: Path,
+    tree: Mapping[str, Any],
+    step: int = 7,
+    cuts: Mapping[str, Sequence[Box]] | None = None,
+    files: int = 1,
 ) -> Path:
     """Save a step of format 2; returns its folder."""
     cuts = cuts or {}
-    save_dcp(folder, tree, cuts)
+    save_dcp(folder, tree, cuts, files)
     (folder / "digests").mkdir()
     tensors = flat(tree)
     slices = []
@@ -143,7 +149,8 @@ def save_ours(
         for start, shape in cuts.get(name, whole):
             part = tensor[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
             slices.append({"tensor": name, "start": start, "shape": shape, "xxh3": hexed(part)})
-    (folder / "digests/rank_0.json").write_text(json.dumps({"slices": slices}))
+    rest = {path.name: rest_hexed(path) for path in folder.glob("*.distcp")}
+    (folder / "digests/rank_0.json").write_text(json.dumps({"slices": slices, "rest": rest}))
     write_manifest(folder, tensors, step)
     return folder
 
@@ -172,7 +179,32 @@ def write_manifest(folder: Path, tensors: Mapping[str, Tensor], step: int, **fie
         "metadata": xxhash.xxh3_128_hexdigest((folder / ".metadata").read_bytes()),
         **fields,
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    seal(folder, manifest)
+
+
+def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with the hash of what it says."""
+    fields = {name: value for name, value in manifest.items() if name != "xxh3"}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    fields["xxh3"] = xxhash.xxh3_128_hexdigest(text.encode())
+    (folder / "manifest.json").write_text(json.dumps(fields))
+
+
+def rest_hexed(path: Path) -> str:
+    """Hash a file of slices without the values in it, in whose place torch's reader of archives finds them."""
+    metadata = dcp.FileSystemReader(path.parent).read_metadata()
+    data = path.read_bytes()
+    keep = bytearray(b"\1" * len(data))
+    for place in metadata.storage_data.values():
+        if place.relative_path == path.name:
+            part = io.BytesIO(data[place.offset : place.offset + place.length])
+            reader = torch._C.PyTorchFileReader(part)
+            if "data/0" in reader.get_all_records():
+                begin = place.offset + reader.get_record_offset("data/0")
+                size = len(reader.get_record("data/0"))
+                keep[begin : begin + size] = bytes(size)
+    kept = np.frombuffer(data, np.uint8)[np.frombuffer(keep, np.bool_)]
+    return xxhash.xxh3_128_hexdigest(kept.tobytes())
 
 
 def hexed(tensor: Tensor) -> str:

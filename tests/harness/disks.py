@@ -42,6 +42,24 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
         yield folder
 
 
+def lose(folder: Path, path: Path, begin: int, end: int) -> None:
+    """Have the `small_disk` at `folder` fail with input/output errors, of a file there only for whole pages in a range.
+
+    The rest of the file is still in memory.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+        for at in range(0, os.fstat(descriptor).st_size, page):
+            if not begin <= at <= end - page:
+                os.pread(descriptor, page, at)
+    finally:
+        os.close(descriptor)
+    os.truncate(folder.with_suffix(".img"), 1 << 16)
+
+
 @contextmanager
 def frozen(folder: Path) -> Iterator[None]:
     """Have every write to the file system at `folder` hang."""

@@ -36,20 +36,21 @@ def events(run: RunFolder, kind: Event) -> list[dict[str, Any]]:
 def train_while_saving(overrides: list[str], until_step: int, stop_after: int | None = None) -> ExitCode:
     """Train; each save in the background waits, before it reads the state, for training to come to a step."""
     run = load_config(overrides).run_folder
-    write_state: Callable[..., None] = write.Writer._write
+    write_files: Callable[..., write.Written] = write.Writer.write_files
     under_way = threading.Semaphore(1)
 
-    def after_training(*arguments: Any) -> None:
+    def after_training(*arguments: Any) -> write.Written:
         assert under_way.acquire(blocking=False), "two saves at once"
         deadline = time.monotonic() + 20
         if threading.current_thread() is not threading.main_thread():
             while max((line["step"] for line in read_json_lines(run.metrics)), default=0) < until_step:
                 assert time.monotonic() < deadline, "training does not go on"
                 time.sleep(0.01)
-        write_state(*arguments)
+        written = write_files(*arguments)
         under_way.release()
+        return written
 
-    with mock.patch.object(write.Writer, "_write", after_training):
+    with mock.patch.object(write.Writer, "write_files", after_training):
         return train_toy(overrides, stop_after)
 
 

@@ -1,6 +1,7 @@
 """What a step on disk says of its tensors, and that a step with other bytes is neither published nor loaded."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness.disks import lose, small_disk
 from harness.offload import opened
 from harness.pool import Ranks, RanksError
 from harness.toy import toy_overrides, train_toy
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from contract.errors import UserError
 from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder
+from train.checkpoint.compress.files import StepFiles
 from train.checkpoint.digests import digest, read_digests
 from train.checkpoint.manifest import read_manifest
 from train.checkpoint.reader import SafeReader
@@ -34,7 +37,7 @@ COMMON = ["loop.steps=3", "loop.eval_batches=0", "precision=fp32"]
 
 def flip(folder: Path, tensor: str, number: int = 0) -> str:
     """Change one bit of a slice of a tensor; return the name of the file."""
-    piece = slices(folder, SafeReader(folder).read_metadata(), tensor)[number]
+    piece = slices(StepFiles(folder), SafeReader(folder).read_metadata(), tensor)[number]
     place = piece.position() + piece.nbytes // 2
     with piece.path.open("r+b") as file:
         file.seek(place)
@@ -168,7 +171,7 @@ def test_what_does_not_read_back_is_written_again(ranks: Ranks, toy_tokens: Path
 
 def go_stale(folder: Path, tensor: str, number: int) -> str:
     """Put the file of the step before in the place of that of a slice: its size is the same."""
-    piece = slices(folder, SafeReader(folder).read_metadata(), tensor)[number]
+    piece = slices(StepFiles(folder), SafeReader(folder).read_metadata(), tensor)[number]
     shutil.copy(folder.with_name("step_2") / piece.path.name, piece.path)
     return piece.path.name
 
@@ -198,6 +201,34 @@ def test_values_that_have_changed_lead_to_the_older_step(
     assert [event["step"] for event in run.read_events() if event["event"] == Event.RESUMED] == [2]
     assert losses(run) == metrics
     assert {path.name for path in run.checkpoints.iterdir()} >= {"step_3", "step_3.damaged"}
+
+
+@pytest.mark.req("C8", "A22")
+def test_a_disk_that_fails_leads_to_the_older_step(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    settings = ["checkpoint.every_steps=1", "checkpoint.keep_last=0", "parallel.zero=3", "model.ffn_dim=256"]
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", *COMMON, *settings)
+    ranks(2, train_toy, overrides)
+    run = RunFolder(tmp_path / "run")
+    tensor = "model.layers.1.mlp.up_proj.weight"
+    folder = run.checkpoints / "step_3"
+    piece = slices(StepFiles(folder), SafeReader(folder).read_metadata(), tensor)[1]
+    assert piece.nbytes >= 2 * os.sysconf("SC_PAGE_SIZE")
+    begin, file = piece.position(), piece.path
+    with small_disk(tmp_path / "disk", 16 << 20) as disk:
+        shutil.copy(file, disk / "part")
+        with (disk / "part").open("rb") as copied:
+            os.fsync(copied.fileno())
+        file.unlink()
+        file.symlink_to(disk / "part")
+        lose(disk, disk / "part", begin, begin + piece.nbytes)
+        with pytest.raises(OSError, match="Input/output error"):
+            (disk / "part").read_bytes()
+        ranks(2, train_toy, overrides)
+    (reason,) = warnings_of(run)
+    assert (
+        f"{tensor} at {list(piece.start)}, which rank 1 wrote to {file.name}, cannot be read (Input" in reason
+    )
+    assert [event["step"] for event in run.read_events() if event["event"] == Event.RESUMED] == [2]
 
 
 def how_it_ends(overrides: list[str]) -> str:

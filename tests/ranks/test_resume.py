@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.checkpoints import seal
 from harness.pool import Ranks, RanksError
 from harness.toy import toy_overrides, train_toy
 from harness.toy_text import write_toy_text
@@ -150,7 +151,7 @@ def test_a_batch_that_changes_with_the_number_of_ranks_is_told(
     manifest = run.checkpoints / "step_2" / "manifest.json"
     fields = json.loads(manifest.read_text())
     assert fields.pop("samples_per_step") == 4
-    manifest.write_text(json.dumps(fields))
+    seal(manifest.parent, fields)
     lines = ranks(2, told, 3, ["loop.global_batch_size=16"])[0]
     assert lines == ["changed since then: loop.global_batch_size=16 (was null)"]
     # It is told once.
@@ -261,7 +262,7 @@ def test_metadata_that_would_run_code_is_refused(ranks: Ranks, toy_tokens: Path,
     manifest = json.loads((step / "manifest.json").read_text())
     manifest["files"][".metadata"] = (step / ".metadata").stat().st_size
     manifest["metadata"] = digest((step / ".metadata").read_bytes())
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    seal(step, manifest)
     with pytest.raises(RanksError, match=r"asks for posix.mkdir, which no checkpoint needs"):
         ranks(1, train_toy, overrides)
     with pytest.raises(

@@ -2,7 +2,11 @@
 
 import json
 import shutil
+import struct
+import subprocess
+import sys
 import warnings
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,10 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.checkpoint import verify
+from train.checkpoint.compress.files import StepFiles
 from train.checkpoint.digests import Digest, digest, read_digests, write_digests
-from train.checkpoint.manifest import Manifest, read_manifest
+from train.checkpoint.errors import DamagedError
+from train.checkpoint.manifest import METADATA, Manifest, read_manifest
 from train.checkpoint.reader import SafeReader, damage, load_tree
-from train.checkpoint.slices import DamagedError, Slice, read_into, slices
+from train.checkpoint.rest import PlacingWriter, rest_digests
+from train.checkpoint.slices import Slice, slices
 from train.checkpoint.stored import HashingPlanner, Stored, as_bytes, packed
 from train.checkpoint.verify import ReadBack, deal, hash_tensor, mismatch, read_back
 
@@ -56,16 +63,17 @@ def test_a_whole_tensor_has_one_hash_however_it_was_cut(
     shape, boxes = cutting
     tensor = torch.arange(np.prod(shape)).reshape(shape).to(dtype)
     path = tmp_path_factory.mktemp("cut") / "__0_0.distcp"
+    files = StepFiles(path.parent)
     parts, expected, offset = [], [], 0
     with path.open("wb") as file:
         for box in boxes:
             data = as_bytes(packed(tensor[box])).tobytes()
             start = tuple(one.start for one in box)
             size = tuple(one.stop - one.start for one in box)
-            parts.append(Laid("t", start, size, dtype, path, offset, len(data)))
+            parts.append(Laid("t", start, size, dtype, path, offset, len(data), files))
             expected.append(digest(data))
             offset += file.write(data)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, closing(files):
         patch.setattr(verify, "WINDOW_BYTES", window)
         whole, own = hash_tensor(shape, parts)
     assert whole == digest(as_bytes(tensor))
@@ -75,10 +83,10 @@ def test_a_whole_tensor_has_one_hash_however_it_was_cut(
 def test_a_tensor_that_is_not_all_there_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(bytes(40))
-    half = Laid("t", (0,), (10,), torch.float32, path, 0, 40)
+    half = Laid("t", (0,), (10,), torch.float32, path, 0, 40, StepFiles(tmp_path))
     with pytest.raises(DamagedError, match="t has 10 values instead of 20"):
         hash_tensor((20,), [half])
-    cut = Laid("t", (0,), (20,), torch.float32, path, 0, 80)
+    cut = Laid("t", (0,), (20,), torch.float32, path, 0, 80, StepFiles(tmp_path))
     with pytest.raises(DamagedError, match=r"__0_0.distcp ends after 40 bytes"):
         hash_tensor((20,), [cut])
 
@@ -87,9 +95,9 @@ def write_step(folder: Path, tree: dict[str, torch.Tensor], stored: dict[tuple[s
     planner = HashingPlanner(stored)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        writer = PlacingWriter(folder, per_thread_copy_ahead=0)
         dcp.save(tree, storage_writer=writer, planner=planner, no_dist=True)
-    write_digests(folder, 0, planner.digests)
+    write_digests(folder, 0, planner.digests, rest_digests(folder, writer.written))
 
 
 @pytest.mark.req("C8")
@@ -115,9 +123,9 @@ def test_what_is_hashed_is_what_lies_in_the_file(tmp_path: Path) -> None:
     for name, tensor in tree.items():
         assert found.tensors[name]["xxh3"] == digest(as_bytes(tensor.contiguous())), name
         assert found.tensors[name]["shape"] == list(tensor.shape)
-        (one,) = slices(tmp_path, metadata, name)
+        (one,) = slices(StepFiles(tmp_path), metadata, name)
         data = np.empty(one.nbytes, np.uint8)
-        read_into(one.path, one.position(), data)
+        one.read_into(one.position(), data)
         assert data.tobytes() == as_bytes(tensor.contiguous()).tobytes(), name
     assert found.tensors["short"]["dtype"] == "bfloat16"
 
@@ -161,8 +169,24 @@ def test_a_small_file_that_has_changed_is_found(tmp_path: Path, name: str) -> No
         read_manifest(tmp_path)
 
 
+@pytest.mark.req("C8")
+def test_a_manifest_that_says_something_else_is_found(tmp_path: Path) -> None:
+    finished(tmp_path)
+    path = tmp_path / "manifest.json"
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text)))
+    assert read_manifest(tmp_path).step == 4, "how it is laid out does not matter"
+    path.write_text(text.replace('"world_size": 1', '"world_size": 3'))
+    with pytest.raises(
+        ValueError, match=r"manifest.json cannot be read \(its content is not what was written"
+    ):
+        read_manifest(tmp_path)
+    path.write_text(json.dumps({name: value for name, value in json.loads(text).items() if name != "xxh3"}))
+    assert read_manifest(tmp_path).xxh3 is None
+
+
 def test_formats_that_can_be_read_are_told(tmp_path: Path) -> None:
-    fields = asdict(finished(tmp_path))
+    fields = asdict(finished(tmp_path)) | {"xxh3": None}
     (tmp_path / "manifest.json").write_text(json.dumps(fields | {"format": 3, "later": 1}))
     with pytest.raises(ValueError, match="its format is 3, this version reads 1 and 2"):
         read_manifest(tmp_path)
@@ -227,3 +251,22 @@ def test_damage_is_refused_or_does_no_harm(
         shutil.rmtree(folder.parent)
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
+
+
+def test_metadata_without_a_hash_takes_no_more_memory_than_there_is_data(tmp_path: Path) -> None:
+    """A damaged byte may name the place 4,294,967,000 of a table: 32 GiB."""
+    place = struct.pack("<I", 0xFFFFFF00)
+    (tmp_path / METADATA).write_bytes(b"\x80\x04Nr" + place + b".")
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format": 1, "step": 1, "world_size": 1, "model": {}, "data": {}})
+    )
+    script = (
+        "import resource, sys; from pathlib import Path\n"
+        "from train.checkpoint.reader import damage\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))\n"
+        "print(damage(Path(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "holds a NoneType" in done.stdout, done

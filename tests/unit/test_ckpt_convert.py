@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness.checkpoints import MODEL, Box, flat, load_dcp, save_dcp, save_ours, state
+from harness.checkpoints import MODEL, Box, flat, load_dcp, save_dcp, save_ours, seal, state
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -232,7 +232,7 @@ def test_transformers_loads_the_model(tmp_path: Path, tied: bool) -> None:
     save_ours(tmp_path / "a", {"model": model.state_dict(), "rng": {"rank_0": {"torch": torch.ones(9)}}})
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
     manifest["model"] = {**MODEL, "tie_embeddings": tied}
-    (tmp_path / "a/manifest.json").write_text(json.dumps(manifest))
+    seal(tmp_path / "a", manifest)
     convert(tmp_path / "a", tmp_path / "b", Wish(Form.HF), hf_of_manifest)
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "b")
     assert theirs.dtype == torch.float32

@@ -1,6 +1,7 @@
 """`validate` finds what is wrong and names it; no bytes crash it, and none make it run code."""
 
 import json
+import random
 import shutil
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from harness.checkpoints import (
     load_dcp,
     save_dcp,
     save_ours,
+    seal,
     state,
     write_manifest,
 )
@@ -95,6 +97,30 @@ def test_a_flipped_bit_is_named(step: Path) -> None:
     assert "its part at [0, 10] of shape [48, 22] does not have the hash" in found.text
 
 
+@pytest.mark.req("C9")
+def test_every_byte_of_a_file_of_slices_counts(step: Path, session_seed: int) -> None:
+    """Also those that are no values: headers and padding of archives."""
+    chance = random.Random(session_seed)
+    path = step / DATA_FILE
+    data = path.read_bytes()
+    begin = where_it_lies(step, "model.embed_tokens.weight", 0)
+    places = [0, begin - 1, begin + 20 * 32 * 4, len(data) - 1, *chance.sample(range(len(data)), 20)]
+    for at in places:
+        flip(path, at, 1 << chance.randrange(8))
+        assert check(step).exit_code == 1, at
+        path.write_bytes(data)
+    flip(path, begin - 1)
+    (found,) = check(step).errors
+    assert (found.file, found.offset, found.tensor) == (DATA_FILE, 0, None)
+    assert f"its bytes beside values, between 0 and {len(data)}, do not have the hash" in found.text
+    path.write_bytes(data)
+    digests = json.loads((step / "digests/rank_0.json").read_text())
+    (step / "digests/rank_0.json").write_text(json.dumps({"slices": digests["slices"]}))
+    write_manifest(step, flat(state()), 7)
+    flip(path, begin - 1)
+    assert check(step).exit_code == 0, "there was no such hash at first"
+
+
 def test_without_hashes_the_checksum_finds_it(tmp_path: Path) -> None:
     save_dcp(tmp_path / "d", state(), CUTS)
     offset = where_it_lies(tmp_path / "d", "model.embed_tokens.weight", 0)
@@ -113,9 +139,14 @@ def test_turned_tensors_are_checked_in_the_order_of_the_file(tmp_path: Path) -> 
 Damage = Callable[[Path], object]
 
 
-def _other_manifest(folder: Path, **fields: Any) -> None:
+def _write(folder: Path, **fields: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | fields))
+
+
+def _other_manifest(folder: Path, **fields: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    seal(folder, manifest | fields)
 
 
 def _swap(step: Path) -> None:
@@ -151,6 +182,7 @@ def _wrong_global(step: Path) -> None:
         (lambda step: (step / DATA_FILE).unlink(), "is missing (tensor ", True),
         (lambda step: (step / "digests/rank_0.json").unlink(), "cannot be read", True),
         (lambda step: (step / ".metadata").unlink(), "has no .metadata", True),
+        (lambda step: (step / "manifest.json").unlink(), "is missing: without it", True),
         (lambda step: (step / "manifest.json").write_text("{"), "manifest.json of", True),
         (lambda step: (step / ".metadata").write_bytes(b""), ".metadata of", True),
         (lambda step: shutil.copy(step / DATA_FILE, step / "__9_0.distcp"), "left from another save", True),
@@ -158,6 +190,8 @@ def _wrong_global(step: Path) -> None:
         (lambda step: step.rename(step.with_name("step_8")), "mixes steps: manifest.json says 7", True),
         (lambda step: _other_manifest(step, step=9), "mixes steps", True),
         (lambda step: _other_manifest(step, digests={}), "has no hash", True),
+        (lambda step: _write(step, layout={"dp_shard": 3}), "does not have the hash that it was saved", True),
+        (lambda step: _write(step, xxh2="0"), "has the field 'xxh2', which is not known", True),
         (lambda step: _other_manifest(step, tensors={}), "is not in manifest.json", True),
         (lambda step: _other_manifest(step, tensors=None), "manifest.json", True),
         (lambda step: _other_manifest(step, format=3), "reads up to 2", True),

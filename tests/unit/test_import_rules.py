@@ -69,6 +69,7 @@ def test_the_model_knows_nothing_of_the_trainer() -> None:
         "import slurm.runs.logs, slurm.runs.cancel, slurm.runs.resubmit",
         "import tools.cli_ckpt, tools.ckpt.open, tools.ckpt.validate, tools.ckpt.listing, tools.ckpt.summary",
         "import tools.cli_ckpt_convert, tools.ckpt.convert",
+        "import tools.cli_ckpt_compress, tools.ckpt.compress, tools.ckpt.lossy",
         "import tools.cli_ckpt_diff, tools.ckpt.diff, tools.ckpt.diff_html, tools.ckpt.diff_text",
         "import tools.cli_nvme, train.offload.nvme.measure, train.offload.nvme.store",
         "import sys; sys.argv = ['trierarch', 'train', '--cfg', 'job']\n"

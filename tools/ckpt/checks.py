@@ -78,7 +78,7 @@ def check_blocks(source: Source, blocks: Iterable[Block], advance: Advance) -> I
     for block in blocks:
         checksum = _Crc32()
         try:
-            for raw in _bytes(source, block.path, block.offset, block.nbytes):
+            for raw in bytes_of(source, block.path, block.offset, block.nbytes):
                 checksum.update(raw)
                 advance(raw.nbytes)
         except DamageError as damage:
@@ -111,12 +111,13 @@ def _compare(source: Source, entry: Entry, piece: Piece, hashes: dict[Piece, _Ha
 
 def _straight(source: Source, piece: Piece, made: _Hash) -> _Hash:
     """Hash a piece in the order of the file, which is not that of the tensor."""
-    for raw in _bytes(source, piece.path, piece.offset, piece.nbytes):
+    for raw in bytes_of(source, piece.path, piece.offset, piece.nbytes):
         made.update(raw)
     return made
 
 
-def _bytes(source: Source, path: Path, offset: int, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+def bytes_of(source: Source, path: Path, offset: int, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    """Yield a part of a file in windows, each valid until the next; raises `DamageError`."""
     buffer = np.empty(min(nbytes, WINDOW_BYTES), np.uint8)
     for at in range(0, nbytes, WINDOW_BYTES):
         part = buffer[: min(WINDOW_BYTES, nbytes - at)]

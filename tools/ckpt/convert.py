@@ -15,6 +15,7 @@ from tools.ckpt.convert_read import RawBytes, Tensor, check_storages, tensors_of
 from tools.ckpt.findings import Severity
 from tools.ckpt.open import open_source
 from tools.ckpt.source import Source
+from tools.ckpt.stored import rounding_of
 from tools.ckpt.write_dcp import write_dcp
 from tools.ckpt.write_ours import told_by, write_ours
 from tools.ckpt.write_safetensors import write_safetensors
@@ -113,7 +114,7 @@ def _writer(
     named = STEP_FOLDER.match(target.name)
     if named and int(named[1]) != told.step:
         raise ConfigError(f"{target} would hold step {told.step}: call it step_{told.step}")
-    return lambda path: write_ours(path, counted, told)
+    return lambda path: write_ours(path, counted, told, rounding_of(source))
 
 
 def _write_dcp(path: Path, tensors: list[Tensor]) -> None:

@@ -9,6 +9,7 @@ from tools.ckpt.findings import UnreadableError
 from tools.ckpt.open import open_source
 from tools.ckpt.report import Depth
 from tools.ckpt.source import Source
+from tools.ckpt.stored import form_of
 from tools.ckpt.validate import validate
 from train.checkpoint.manifest import NAME as MANIFEST
 
@@ -26,6 +27,8 @@ class Step:
     state: str
     """whole: it was read back when it was saved, and is complete now; not verified: complete; damaged; unfinished."""
     reason: str = ""
+    stored: str = ""
+    """How, where not as plain files: see `stored.form_of`."""
 
 
 def steps_of(run: Path) -> list[Step]:
@@ -47,14 +50,14 @@ def _step(path: Path) -> Step:
         state = "set aside" if path.name.endswith(".damaged") else "unfinished"
         return Step(path.name, None, age_s, nbytes, "", "", state)
     report = validate(path, Depth.QUICK)
-    layout = ""
+    layout = stored = ""
     reason = report.unreadable or "; ".join(map(str, report.errors[:1]))
     if report.unreadable is None:
         with open_source(path) as source:
-            layout = layout_of(source)
+            layout, stored = layout_of(source), form_of(source)
     verified = report.checked_by is not None and report.checked_by.startswith("xxh3")
     state = "damaged" if reason else "whole" if verified else "not verified"
-    return Step(path.name, int(number[1]), age_s, nbytes, report.format, layout, state, reason)
+    return Step(path.name, int(number[1]), age_s, nbytes, report.format, layout, state, reason, stored)
 
 
 def layout_of(source: Source) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 from contract.run_folder import RunFolder
 from tools.ckpt.dcp import METADATA, read_dcp
 from tools.ckpt.deepspeed import is_deepspeed, read_deepspeed
-from tools.ckpt.findings import UnreadableError
-from tools.ckpt.ours import read_ours
+from tools.ckpt.findings import UnreadableError, error
+from tools.ckpt.ours import DIGESTS, read_ours
 from tools.ckpt.safetensors_files import SUFFIX, read_safetensors_file, read_safetensors_folder
 from tools.ckpt.source import Source
 from tools.ckpt.torch_files import ZIP_MAGIC, read_torch_file
@@ -48,7 +48,12 @@ def _open_folder(folder: Path) -> Source:
     if (folder / MANIFEST).is_file():
         return read_ours(folder)
     if (folder / METADATA).is_file():
-        return read_dcp(folder)
+        source = read_dcp(folder)
+        if (folder / DIGESTS).is_dir():
+            source.findings.append(
+                error("is missing: without it, hashes have nothing to hold on to", file=MANIFEST)
+            )
+        return source
     if is_deepspeed(folder):
         return read_deepspeed(folder)
     if any(folder.glob(f"*{SUFFIX}")):

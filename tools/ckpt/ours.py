@@ -5,7 +5,7 @@
 
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from tools.ckpt.dcp import METADATA, read_dcp
 from tools.ckpt.findings import DamageError, Finding, UnreadableError, error, note
 from tools.ckpt.pieces import Entry
 from tools.ckpt.source import Source
+from tools.ckpt.stored import Stored, check_needs
 from train.checkpoint.manifest import NAME as MANIFEST
+from train.checkpoint.manifest import Manifest, says_how_stored, sealed
 
 DIGESTS = "digests"
 _NEWEST_FORMAT = 2
@@ -24,10 +26,13 @@ _NEWEST_FORMAT = 2
 SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-def read_ours(folder: Path) -> Source:
-    """Open a step with a manifest; raises `UnreadableError` if its directory cannot be read."""
+def read_ours(folder: Path, instead: dict[str, Any] | None = None) -> Source:
+    """Open a step with a manifest; raises `UnreadableError` if its directory cannot be read.
+
+    `instead`: fields of another manifest than that of the folder.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = instead or json.loads((folder / MANIFEST).read_text())
         parts = {name: manifest.get(name, {}) for name in ("model", "data", "files", "layout")}
         step, version = manifest["step"], manifest.get("format", 1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as reason:
@@ -39,6 +44,7 @@ def read_ours(folder: Path) -> Source:
             f"{folder} has the format {version}, this version reads up to {_NEWEST_FORMAT}: use a newer one"
         )
     source = read_dcp(folder)
+    _check_manifest(source, manifest)
     _check_metadata(source, manifest.get("metadata"))
     source.format, source.step = f"trierarch {version}", step
     source.layout = parts["layout"]
@@ -46,13 +52,21 @@ def read_ours(folder: Path) -> Source:
     told = set(manifest) - {"tensors", "digests", "files", "model", "data", "layout"}
     source.facts["manifest"] = {name: manifest[name] for name in sorted(told)}
     source.facts["sizes"] = parts["files"]
+    _add_stored(source, manifest)
     source.facts["steps"] = _steps(source, step)
-    source.findings += _strays(folder, parts["files"])
     if version >= 2:
         _add_hashes(source, manifest)
     else:
         source.findings.append(note("is of format 1: no hashes, its slices have a CRC-32"))
     return source
+
+
+def _check_manifest(source: Source, manifest: dict[str, Any]) -> None:
+    strange = sorted(set(manifest) - {one.name for one in fields(Manifest)})
+    if strange:
+        source.findings.append(error(f"has the field {strange[0]!r:.40}, which is not known", file=MANIFEST))
+    if manifest.get("xxh3") not in (None, sealed(manifest)):
+        source.findings.append(error("does not have the hash that it was saved with", file=MANIFEST))
 
 
 def _check_metadata(source: Source, hexed: object) -> None:
@@ -70,6 +84,23 @@ def _steps(source: Source, step: int) -> dict[str, int]:
         with suppress(DamageError):
             told["progress.step"] = int(source.rows(entry, 0, 1))
     return told
+
+
+def _add_stored(source: Source, told: dict[str, Any]) -> None:
+    """See to how the step is stored, and what else lies in its folder."""
+    files = told.get("files", {})
+    names = ("metadata", "digests", "compressed", "parent", "parent_identity", "rounded")
+    given = {name: told[name] for name in names if name in told}
+    manifest = Manifest(source.facts["manifest"]["step"], 0, {}, {}, files, **given)
+    if not says_how_stored(manifest):
+        source.findings.append(error("does not say how the step is stored", file=MANIFEST))
+        source.facts["manifest"] |= {"compressed": {}, "parent": None, "rounded": {}}
+        return
+    if manifest.compressed:
+        source.stored = Stored(source.path, manifest)
+    source.findings += check_needs(source.path, manifest)
+    left = {one.file for one in source.findings}
+    source.findings += [one for one in _strays(source.path, files) if one.file not in left]
 
 
 def _strays(folder: Path, files: dict[str, int]) -> list[Finding]:
@@ -109,7 +140,10 @@ def _add_hashes(source: Source, manifest: dict[str, Any]) -> None:
 
 
 def _slices_of(source: Source, name: str, hexed: str) -> dict[SliceKey, str] | None:
-    """Hashes in a file of `digests`; None, and a finding, if it is damaged."""
+    """Hashes of slices in a file of `digests`; None, and a finding, if it is damaged.
+
+    Those of the rest of files go to the source.
+    """
     file = f"{DIGESTS}/{name}"
     try:
         raw = (source.path / DIGESTS / Path(name).name).read_bytes()
@@ -119,9 +153,10 @@ def _slices_of(source: Source, name: str, hexed: str) -> dict[SliceKey, str] | N
     if xxhash.xxh3_128_hexdigest(raw) != hexed:
         source.findings.append(error(f"does not have the hash that {MANIFEST} says", file=file))
         return None
+    told = json.loads(raw)
+    source.rests |= {str(name): str(rest) for name, rest in told.get("rest", {}).items()}
     return {
-        (one["tensor"], tuple(one["start"]), tuple(one["shape"])): str(one["xxh3"])
-        for one in json.loads(raw)["slices"]
+        (one["tensor"], tuple(one["start"]), tuple(one["shape"])): str(one["xxh3"]) for one in told["slices"]
     }
 
 

@@ -9,8 +9,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 from tools.ckpt.dtypes import BITS, Bits
 from tools.ckpt.findings import DamageError, Finding, error
 from tools.ckpt.pieces import Block, Entry, Piece, Shape, boxes
+
+if TYPE_CHECKING:
+    from tools.ckpt.stored import Stored
 
 WINDOW_BYTES = 4 << 20
 """Most that is held of one tensor at a time, by default. What is hashed comes from the caches then: 64 MiB take twice
@@ -37,6 +42,8 @@ class Window:
 
 Tap = Callable[[Piece, NDArray[np.uint8], int], None]
 """Is shown each piece's bytes in their order, as they are read: (piece, bytes, offset in the file)."""
+Pread = Callable[[int, int], bytes]
+"""Reads as `os.pread` does: (number of bytes, place in the file), fewer at its end."""
 
 
 @dataclass
@@ -59,7 +66,12 @@ class Source:
     blocks: list[Block] = field(default_factory=list)
     files: set[str] = field(default_factory=set)
     """Names of files that hold pieces, missing ones included."""
+    rests: dict[str, str] = field(default_factory=dict)
+    """Hash that the bytes of a file outside of values should have, by its name."""
+    stored: "Stored | None" = None
+    """Of a step of ours with compressed files: pieces have their places in the plain ones."""
     _scratch: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8), repr=False)
+    _window: NDArray[np.uint8] | None = field(default=None, repr=False)
     _open: "OrderedDict[Path, int]" = field(default_factory=OrderedDict, repr=False)
 
     def __enter__(self) -> "Source":
@@ -70,10 +82,13 @@ class Source:
 
     def twin(self) -> "Source":
         """Return the same checkpoint with files and buffers of its own, for another thread."""
-        return replace(self, _scratch=np.empty(0, np.uint8), _open=OrderedDict())
+        stored = None if self.stored is None else self.stored.twin()
+        return replace(self, stored=stored, _scratch=np.empty(0, np.uint8), _window=None, _open=OrderedDict())
 
     def close(self) -> None:
         """Close its files."""
+        if self.stored is not None:
+            self.stored.close()
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -111,11 +126,19 @@ class Source:
         itemsize = BITS[entry.dtype].itemsize
         limit = max(1, limit_elements or WINDOW_BYTES // itemsize)
         pieces = [self.locate(entry, piece) for piece in entry.pieces]
-        buffer = np.empty(min(limit, max(entry.elements, 1)), BITS[entry.dtype])
-        for begin, start, shape in boxes(entry.shape, limit):
-            values = buffer[: math.prod(shape)]
-            self._fill(entry, pieces, begin, start, values.reshape(shape), tap)
-            yield Window(begin, values)
+        wanted = min(limit, max(entry.elements, 1)) * itemsize
+        # One at a time has the bytes that are kept.
+        spare, self._window = self._window, None
+        if spare is None or spare.nbytes < wanted:
+            spare = np.empty(wanted, np.uint8)
+        buffer = spare[:wanted].view(BITS[entry.dtype])
+        try:
+            for begin, start, shape in boxes(entry.shape, limit):
+                values = buffer[: math.prod(shape)]
+                self._fill(entry, pieces, begin, start, values.reshape(shape), tap)
+                yield Window(begin, values)
+        finally:
+            self._window = spare
 
     def rows(self, entry: Entry, begin: int, end: int) -> Bits:
         """Return rows [begin, end) of the first dim; of a tensor without dims, its value."""
@@ -126,15 +149,18 @@ class Source:
         self._fill(entry, pieces, begin * math.prod(entry.shape[1:]), start, out, None)
         return out
 
-    def read(self, path: Path, offset: int, out: NDArray[np.uint8]) -> None:
+    def read(self, path: Path, offset: int, out: NDArray[np.uint8] | bytearray) -> None:
         """Fill `out` with bytes of a file; raises `DamageError`.
 
         By pread: a mapped file whose disk fails, or which is cut while it is read, kills the process instead.
         """
+        if self.stored is not None and self.stored.has(path):
+            self.stored.read_into(path, offset, np.asarray(memoryview(out)))  # type: ignore[arg-type]
+            return
         done, view = 0, memoryview(out)  # type: ignore[arg-type]
         try:
             while done < len(view):
-                got = os.preadv(self.descriptor(path), [view[done:]], offset + done)
+                got = os.preadv(self._descriptor(path), [view[done:]], offset + done)
                 if got == 0:
                     raise DamageError(error("ends too early", file=self.name_of(path), offset=offset + done))
                 done += got
@@ -143,7 +169,25 @@ class Source:
                 error(f"cannot be read ({reason.strerror})", file=self.name_of(path), offset=offset + done)
             ) from reason
 
-    def descriptor(self, path: Path) -> int:
+    def size_of(self, path: Path) -> int:
+        """Return the size of a file in bytes; raises `DamageError`, also for what is no file."""
+        if self.stored is not None and self.stored.has(path):
+            return self.stored.size_of(path)
+        try:
+            found = path.stat()
+        except OSError as reason:
+            raise DamageError(error("is missing", file=self.name_of(path))) from reason
+        if not S_ISREG(found.st_mode):
+            raise DamageError(error("is missing", file=self.name_of(path)))
+        return found.st_size
+
+    def pread(self, path: Path) -> Pread:
+        """Return what reads the file, as long as no other one is asked for; raises `OSError`, and so does that."""
+        if self.stored is not None and self.stored.has(path):
+            return self.stored.pread(path)
+        return partial(os.pread, self._descriptor(path))
+
+    def _descriptor(self, path: Path) -> int:
         """Return the open file, which stays the source's; raises `OSError`."""
         if path in self._open:
             self._open.move_to_end(path)

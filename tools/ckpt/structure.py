@@ -1,10 +1,11 @@
 """Faults that metadata and sizes of files show, without reading a tensor."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from tools.ckpt.findings import Finding, error, warning
+from tools.ckpt.findings import DamageError, Finding, error, warning
 from tools.ckpt.pieces import Entry, Piece
 from tools.ckpt.source import Source
 
@@ -29,29 +30,28 @@ def _files(source: Source) -> Iterator[Finding]:
     listed: dict[str, int] = source.facts.get("sizes", {})
     for path, (end, entry, piece) in sorted(reach.items()):
         name = source.name_of(path)
-        size = _size(path)
-        if size is None:
-            said.add(name)
-            yield error("is missing", tensor=entry.name, file=name, rank=piece.rank)
-        elif size < end:
+        try:
+            size = source.size_of(path)
+        except DamageError as damage:
+            said |= {name, damage.finding.file or name}
+            yield replace(damage.finding, tensor=entry.name, rank=piece.rank)
+            continue
+        if size < end:
             said.add(name)
             cut, part = _first_beyond(source, path, size)
             yield error(
                 f"has {size} bytes, tensors want {end}", tensor=cut, file=name, offset=size, rank=part.rank
             )
     for name, size in listed.items():
-        found = _size(source.root / name)
-        if name not in said and found is None:
-            yield error("is missing", file=name)
-        elif name not in said and found != size:
+        if name in said:
+            continue
+        try:
+            found = source.size_of(source.root / name)
+        except DamageError as damage:
+            yield damage.finding
+            continue
+        if found != size:
             yield error(f"has {found} bytes instead of {size}", file=name)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size if path.is_file() else None
-    except OSError:
-        return None
 
 
 def _first_beyond(source: Source, path: Path, size: int) -> tuple[str, Piece]:

@@ -7,6 +7,7 @@ from tools.ckpt.findings import DamageError
 from tools.ckpt.pieces import Entry
 from tools.ckpt.roles import POSITION, WEIGHTS
 from tools.ckpt.source import Source
+from tools.ckpt.stored import form_of, rounding_of
 
 
 def position(source: Source) -> dict[str, int]:
@@ -37,6 +38,8 @@ def summary(source: Source, tensors: bool) -> dict[str, Any]:
         "bytes": sum(one.nbytes for one in source.entries if one.tied_to is None),
         "files": sorted(source.files),
         "roles": roles(source.entries),
+        "stored": form_of(source),
+        "rounded": rounding_of(source),
         "tied": {one.name: one.tied_to for one in source.entries if one.tied_to is not None},
         "facts": {name: value for name, value in source.facts.items() if name not in ("sizes", "steps")},
         "findings": [finding.facts() for finding in problems],

@@ -36,7 +36,7 @@ def add_archive(source: Source, path: Path) -> tuple[TorchArchive, Any]:
     Raises `UnreadableError`.
     """
     try:
-        archive = TorchArchive(source.descriptor(path), 0, path.stat().st_size)
+        archive = TorchArchive(source.pread(path), 0, path.stat().st_size)
         tree, foreign = archive.load()
     except (OSError, ValueError) as reason:
         raise UnreadableError(f"{path} {reason}: it is damaged, or of another format") from reason

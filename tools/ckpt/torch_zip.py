@@ -1,11 +1,11 @@
 """Archives of `torch.save`: where the bytes of tensors lie in them, without loading one."""
 
 import io
-import os
 import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from tools.ckpt.pickles import StoredTensor, read_pickle
 
 if TYPE_CHECKING:
     from tools.ckpt.pieces import Entry, Piece
-    from tools.ckpt.source import Source
+    from tools.ckpt.source import Pread, Source
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL_BYTES = 46
@@ -29,6 +29,7 @@ _FLAGS = 0x0808
 """Sizes follow the data; names are UTF-8: all that torch's archives set."""
 _FOLDER = 0x10
 _SMALL_BYTES = 1 << 16
+_BLOCK_BYTES = 2048
 _MOST_PICKLE_BYTES = 1 << 30
 
 
@@ -49,9 +50,11 @@ class Member:
 class _Part(io.RawIOBase):
     """Bytes [offset, offset + nbytes) of a file as a file."""
 
-    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+    def __init__(self, pread: "Pread", offset: int, nbytes: int) -> None:
         super().__init__()
-        self._descriptor, self._offset, self._nbytes, self._at = descriptor, offset, nbytes, 0
+        self._pread, self._offset, self._nbytes, self._at = pread, offset, nbytes, 0
+        self._blocks: list[tuple[int, bytes]] = []
+        """(first byte, bytes) of what was read last: of the archive's begin and end, mostly."""
 
     def readable(self) -> bool:
         return True
@@ -71,10 +74,22 @@ class _Part(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         wanted = max(0, min(len(buffer), self._nbytes - self._at))
-        data = os.pread(self._descriptor, wanted, self._offset + self._at)
+        data = self._bytes(self._at, wanted)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        """Read; of what is little, with what lies around it, which is asked for next."""
+        if count > _BLOCK_BYTES:
+            return self._pread(count, self._offset + at)
+        for begin, block in self._blocks:
+            if begin <= at and at + count <= begin + len(block):
+                return block[at - begin : at - begin + count]
+        begin = max(0, min(at, self._nbytes - _BLOCK_BYTES))
+        block = self._pread(min(_BLOCK_BYTES, self._nbytes - begin), self._offset + begin)
+        self._blocks = [*self._blocks[-1:], (begin, block)]
+        return block[at - begin : at - begin + count]
 
 
 def _told(directory: bytes, count: int) -> int:
@@ -107,9 +122,9 @@ def _is_tail(tail: bytes, count: int, size: int, offset: int) -> bool:
 class TorchArchive:
     """An archive that `torch.save` wrote: a file, or a part of one."""
 
-    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """Read its directory; raises `ArchiveError`. `descriptor` is of the open file and stays the caller's."""
-        self._part = _Part(descriptor, offset, nbytes)
+    def __init__(self, pread: "Pread", offset: int, nbytes: int) -> None:
+        """Read its directory; raises `ArchiveError`. `pread` reads the file, now and later."""
+        self._part = _Part(pread, offset, nbytes)
         try:
             self._zip = zipfile.ZipFile(self._part)
             self.members = {
@@ -181,12 +196,19 @@ class TorchArchive:
 
     def load(self) -> tuple[Any, set[str]]:
         """Return what was saved, tensors as `StoredTensor`, and foreign names; raises `ValueError`."""
+        return read_pickle(self._pickle())
+
+    def saved_alone(self) -> Any:
+        """Return what was saved where that is one tensor, or else anything; raises `ValueError`."""
+        return _read_again(self._pickle())
+
+    def _pickle(self) -> bytes:
         for name, member in self.members.items():
             if not name.startswith("data/") and member.nbytes <= _SMALL_BYTES:
                 self.small(name)
         if "byteorder" in self.members and self.small("byteorder") != b"little":
             raise ArchiveError("was written on a big-endian machine")
-        return read_pickle(self.small("data.pkl"))
+        return self.small("data.pkl")
 
     def storage(self, tensor: StoredTensor) -> Member:
         """Return the member that a tensor lies in; raises `ArchiveError` if it isn't within one."""
@@ -206,13 +228,19 @@ class TorchArchive:
         return member
 
 
+@lru_cache(maxsize=256)
+def _read_again(data: bytes) -> Any:
+    """Read a pickle: those of slices of one shape are the same."""
+    return read_pickle(data)[0]
+
+
 def unpacked(source: "Source", entry: "Entry", piece: "Piece") -> "Piece":
     """Return a piece that was written by `torch.save` of it as plain bytes; raises `DamageError`."""
     from tools.ckpt.pieces import relocated
 
     try:
-        archive = TorchArchive(source.descriptor(piece.path), piece.offset, piece.nbytes)
-        tensor, _ = archive.load()
+        archive = TorchArchive(source.pread(piece.path), piece.offset, piece.nbytes)
+        tensor = archive.saved_alone()
         if not isinstance(tensor, StoredTensor):
             raise ArchiveError(f"holds a {type(tensor).__name__} and no tensor")
         if tensor.dtype != entry.dtype or tensor.shape != piece.shape:

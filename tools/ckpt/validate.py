@@ -15,7 +15,9 @@ from tools.ckpt.foreign import foreign_names
 from tools.ckpt.open import open_source
 from tools.ckpt.pieces import Entry, Piece, Shape
 from tools.ckpt.report import Depth, Report
+from tools.ckpt.rest import Rests
 from tools.ckpt.source import Source
+from tools.ckpt.stored import check_stored, stored_bytes
 from tools.ckpt.torch_files import ZIP_MAGIC
 from tools.ckpt.torch_zip import TorchArchive
 
@@ -35,16 +37,26 @@ def validate(
     """
     from contract.errors import UserError
 
-    report = Report(path, depth)
     try:
         with open_source(path) as source:
-            report.path, report.format, report.step = source.path, source.format, source.step
-            report.checked_by, report.tensors = source.checked_by, len(source.entries)
-            report.findings = [*source.problems(), *relations(source, shapes_of)]
-            if depth is not Depth.QUICK:
-                _read(source, report, begin)
+            return check(source, depth, shapes_of, begin)
     except UserError as reason:
-        report.unreadable = str(reason)
+        return Report(path, depth, unreadable=str(reason))
+
+
+def check(
+    source: Source,
+    depth: Depth = Depth.FULL,
+    shapes_of: ShapesOf = lambda model: None,
+    begin: Callable[[int], Advance] = lambda total: lambda nbytes: None,
+) -> Report:
+    """Check a checkpoint that is open, as `validate` does."""
+    report = Report(source.path, depth, source.format, source.step, source.checked_by, len(source.entries))
+    report.findings = [*source.problems(), *relations(source, shapes_of)]
+    if depth is not Depth.QUICK:
+        _read(source, report, begin)
+    if source.stored is not None:
+        report.findings = [source.stored.told(one) for one in report.findings]
     return report
 
 
@@ -58,39 +70,48 @@ def _read(source: Source, report: Report, begin: Callable[[int], Advance]) -> No
         or any(piece.packed or piece.path not in blocks for piece in entry.pieces)
     ]
     total = sum(entry.nbytes for entry in entries) + sum(block.nbytes for block in source.blocks)
-    advance = begin(total)
+    advance = begin(total + stored_bytes(source))
+    rests = Rests(source)
     deep = Deep(source) if report.depth is Depth.DEEP else None
     # Where a file is missing or cut, that was said once: not for each tensor in it again.
-    unreliable = {one.file for one in report.errors if one.file is not None and one.file in source.files}
-    unreliable = {name for name in unreliable if _is_cut(source, name)}
+    cut = _cut(source) if report.errors else set()
     for entry in entries:
-        if any(source.name_of(piece.path) in unreliable and _beyond(piece) for piece in entry.pieces):
+        if any(piece.path in cut and not _reaches(source, piece) for piece in entry.pieces):
+            rests.lost(entry.pieces)
             continue
-        report.findings += _entry(source, entry, deep, advance)
+        report.findings += _entry(source, entry, deep, rests, advance)
         report.read_bytes += entry.nbytes
-    reliable = [block for block in source.blocks if source.name_of(block.path) not in unreliable]
+    reliable = [block for block in source.blocks if block.path not in cut]
     report.findings += check_blocks(source, reliable, advance)
     report.read_bytes += sum(block.nbytes for block in source.blocks)
+    report.findings += rests.findings()
+    report.findings += check_stored(source, advance)
+    report.read_bytes += stored_bytes(source)
     if deep is not None:
         report.findings += deep.ties()
 
 
-def _is_cut(source: Source, name: str) -> bool:
-    ends = (
-        piece.offset + piece.nbytes
-        for entry in source.entries
-        for piece in entry.pieces
-        if source.name_of(piece.path) == name
-    )
-    path = source.root / name
-    return not path.is_file() or path.stat().st_size < max(ends, default=0)
+def _cut(source: Source) -> set[Path]:
+    """Files that do not have all of their pieces."""
+    last: dict[Path, Piece] = {}
+    for entry in source.entries:
+        for piece in entry.pieces:
+            known = last.setdefault(piece.path, piece)
+            if piece.offset + piece.nbytes > known.offset + known.nbytes:
+                last[piece.path] = piece
+    return {path for path, piece in last.items() if not _reaches(source, piece)}
 
 
-def _beyond(piece: Piece) -> bool:
-    return not piece.path.is_file() or piece.path.stat().st_size < piece.offset + piece.nbytes
+def _reaches(source: Source, piece: Piece) -> bool:
+    try:
+        return source.size_of(piece.path) >= piece.offset + piece.nbytes
+    except DamageError:
+        return False
 
 
-def _entry(source: Source, entry: Entry, deep: Deep | None, advance: Advance) -> Iterator[Finding]:
+def _entry(
+    source: Source, entry: Entry, deep: Deep | None, rests: Rests, advance: Advance
+) -> Iterator[Finding]:
     """Read a tensor once, in its order; both its own hash and those of its pieces come from the same bytes."""
     try:
         if entry.dtype == "object":
@@ -98,8 +119,10 @@ def _entry(source: Source, entry: Entry, deep: Deep | None, advance: Advance) ->
         located = [source.locate(entry, piece) for piece in entry.pieces]
         entry = replace(entry, pieces=tuple(located))  # found once, and not again for reading
     except DamageError as damage:
+        rests.lost(entry.pieces)
         yield damage.finding
         return
+    rests.located(located)
     checks = Checks(source, entry)
     values = Values(entry) if deep is not None else None
 
@@ -136,7 +159,7 @@ def _object(source: Source, entry: Entry) -> Iterator[Finding]:
         yield note("is a pickle: its bytes have no checksum", tensor=entry.name)
         return
     try:
-        _, foreign = TorchArchive(source.descriptor(piece.path), piece.offset, piece.nbytes).load()
+        _, foreign = TorchArchive(source.pread(piece.path), piece.offset, piece.nbytes).load()
     except (OSError, ValueError) as reason:
         where = {"tensor": entry.name, "file": source.name_of(piece.path), "offset": piece.offset}
         raise DamageError(error(str(reason), rank=piece.rank, **where)) from reason

@@ -35,12 +35,13 @@ class Stored:
 
 def write_archive(
     file: BinaryIO, tree: Any, storages: Iterable[tuple[str, int, Iterator[NDArray[np.uint8]]]]
-) -> None:
-    """Append an archive to `file`, which can seek.
+) -> dict[str, int]:
+    """Append an archive to `file`, which can seek; return where in it the bytes of each storage begin, by key.
 
     `tree`: dicts with `Stored` at their ends, or one. `storages`: (key, bytes, the bytes in parts), each used before
     the next is asked for.
     """
+    begins: dict[str, int] = {}
     with zipfile.ZipFile(_Rest(file), "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
         _write(archive, "data.pkl", _pickled(tree))
         _write(archive, ".format_version", b"1")
@@ -54,9 +55,11 @@ def write_archive(
             info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
             info.file_size = nbytes
             with archive.open(info, "w", force_zip64=large) as member:
+                begins[key] = archive.fp.tell()
                 for part in parts:
                     member.write(part)
         _write(archive, "version", b"3\n")
+    return begins
 
 
 def _write(archive: zipfile.ZipFile, name: str, content: bytes) -> None:

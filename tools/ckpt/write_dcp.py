@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ class Written:
     slices: list[Digest] = field(default_factory=list)
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """As `train.checkpoint.manifest.Manifest` has them."""
+    values: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """(first byte, number of bytes) of the values of each slice, by file."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,14 @@ class _Files:
 
 def _write_tensor(files: _Files, one: Tensor, slice_bytes: int, written: Written) -> Iterator[_Place]:
     feed = _Feed(one.stream())
-    for start, shape in _slices(one, slice_bytes):
+    for start, shape in slices_of(one, slice_bytes):
         nbytes = one.nbytes * math.prod(shape) // max(1, math.prod(one.shape))
         name, file = files.with_room(nbytes + _ARCHIVE_BYTES)
         begin = file.tell()
         own = xxhash.xxh3_128()
-        write_archive(file, Stored("0", one.dtype, shape), [("0", nbytes, _hashing(feed.take(nbytes), own))])
+        storage = ("0", nbytes, _hashing(feed.take(nbytes), own))
+        begins = write_archive(file, Stored("0", one.dtype, shape), [storage])
+        written.values[name].append((begin + begins["0"], nbytes))
         written.slices.append(Digest(one.name, start, shape, own.hexdigest()))
         yield _Place(name, begin, file.tell() - begin)
     feed.finish()
@@ -99,8 +104,8 @@ def _write_tensor(files: _Files, one: Tensor, slice_bytes: int, written: Written
     written.tensors[one.name] = whole
 
 
-def _slices(one: Tensor, slice_bytes: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor by rows: (start, shape)."""
+def slices_of(one: Tensor, slice_bytes: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut a tensor by rows, as `write_dcp` does: (start, shape)."""
     if one.nbytes <= slice_bytes or not one.shape:
         yield (0,) * len(one.shape), one.shape
         return

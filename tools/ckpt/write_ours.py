@@ -1,8 +1,9 @@
 """Write a step that a run of the trainer can continue from: torch's distributed checkpoint, hashes, manifest."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from tools.ckpt.findings import Severity
 from tools.ckpt.source import Source
 from tools.ckpt.summary import position
 from tools.ckpt.validate import validate
-from tools.ckpt.write_dcp import write_dcp
-from train.checkpoint.digests import write_digests
+from tools.ckpt.write_dcp import Written, write_dcp
+from train.checkpoint.digests import Rest, write_digests
 from train.checkpoint.manifest import Manifest
 
 
@@ -41,10 +42,15 @@ def told_by(source: Source, like: Source) -> Told:
     return Told(step, like.facts.get("model", {}), like.facts.get("data", {}), more)
 
 
-def write_ours(folder: Path, tensors: Sequence[Tensor], told: Told) -> None:
-    """Make `folder`, write the step to it, and read it back; raises OSError."""
+def write_ours(
+    folder: Path, tensors: Sequence[Tensor], told: Told, rounded: Mapping[str, float] | None = None
+) -> None:
+    """Make `folder`, write the step to it, and read it back; raises OSError.
+
+    `rounded`: see `Manifest.rounded`; what it holds once all streams have ended counts.
+    """
     written = write_dcp(folder, tensors)
-    write_digests(folder, 0, written.slices)
+    write_digests(folder, 0, written.slices, _rests(folder, written))
     manifest = Manifest(
         step=told.step,
         world_size=1,
@@ -53,6 +59,7 @@ def write_ours(folder: Path, tensors: Sequence[Tensor], told: Told) -> None:
         layout={"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "zero": 0},
         versions=_versions(),
         tensors=dict(sorted(written.tensors.items())),
+        rounded=dict(rounded or {}),
         **told.more,
     )
     manifest.write(folder)
@@ -60,6 +67,21 @@ def write_ours(folder: Path, tensors: Sequence[Tensor], told: Told) -> None:
     wrong = [str(one) for one in report.findings if one.severity is Severity.ERROR]
     if report.exit_code:
         raise NotWrittenError(f"it does not read back as it was written: {report.unreadable or wrong[0]}")
+
+
+def _rests(folder: Path, written: Written) -> dict[str, str]:
+    rests = {}
+    for name, values in written.values.items():
+        path = folder / name
+        rests[name] = Rest(path.stat().st_size, values).digest(partial(_read, path))
+    return rests
+
+
+def _read(path: Path, offset: int, buffer: bytearray) -> None:
+    with path.open("rb") as file:
+        file.seek(offset)
+        if file.readinto(buffer) != len(buffer):
+            raise NotWrittenError(f"{path.name} ends too early")
 
 
 def _versions() -> dict[str, str]:

@@ -6,8 +6,8 @@ The hash is xxh3-128 (https://xxhash.com), made for speed: it finds damage, it i
 import json
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import xxhash
 from train.durable import sync_folder
 
 FOLDER = "digests"
+WINDOW_BYTES = 1 << 20
 Box = tuple[int, ...]
 """Where something begins in a tensor, or how much of it there is: one number for each dimension."""
 
@@ -48,11 +49,20 @@ def file_name(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
-def write_digests(folder: Path, rank: int, slices: Iterable[Digest]) -> None:
-    """Write what `rank` has hashed beside the checkpoint in `folder`, durably."""
+def write_digests(
+    folder: Path,
+    rank: int,
+    slices: Iterable[Digest],
+    rest: Mapping[str, str],
+    rounded: Mapping[str, float] | None = None,
+) -> None:
+    """Write what `rank` has hashed beside the checkpoint in `folder`, durably.
+
+    `rest`: the hash of `Rest`, by file. `rounded`: the largest relative error of what was rounded, by role.
+    """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    text = json.dumps({"slices": [asdict(one) for one in slices]})
+    text = json.dumps({"slices": [asdict(one) for one in slices], "rest": rest, "rounded": rounded or {}})
     write_durably(target / file_name(rank), text + "\n")
     sync_folder(target)
 
@@ -70,6 +80,42 @@ def read_digests(path: Path, expected: str | None) -> list[Digest]:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{FOLDER}/{path.name} is damaged: {error}") from error
     return slices
+
+
+def read_rounded(path: Path) -> dict[str, float]:
+    """The largest relative error of what the rank of such a file has rounded, by role; raises `ValueError`, OSError."""
+    found: dict[str, float] = json.loads(path.read_bytes()).get("rounded", {})
+    return found
+
+
+@dataclass
+class Rest:
+    """Hashes the bytes of one file that are no values, in their order."""
+
+    nbytes: int
+    """Of the file."""
+    values: list[tuple[int, int]] = field(default_factory=list)
+    """(first byte, number of bytes) of the values of each slice in it."""
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of what lies between values."""
+        at = 0
+        for begin, count in sorted(one for one in self.values if one[1]):
+            if at < begin:
+                yield at, begin
+            at = max(at, begin + count)
+        if at < self.nbytes:
+            yield at, self.nbytes
+
+    def digest(self, read: Callable[[int, Any], None]) -> str:
+        """Return the hash; `read` fills a buffer from a place of the file."""
+        made = xxhash.xxh3_128()
+        for begin, end in self.gaps():
+            for first in range(begin, end, WINDOW_BYTES):
+                buffer = bytearray(min(WINDOW_BYTES, end - first))
+                read(first, buffer)
+                made.update(buffer)
+        return made.hexdigest()
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -5,13 +5,20 @@ a folder whose files differ from it was damaged later.
 """
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contract.run_folder import STEP_FOLDER
 from train.checkpoint.digests import FOLDER, digest, write_durably
+from train.durable import sync_folder
 
 NAME = "manifest.json"
+TEMPORARY = ".tmp-"
+LONGEST_CHAIN = 64
+"""Steps that a step may need, one after the other: more than that is no chain but a ring."""
 METADATA = ".metadata"
 FORMAT = 2
 READABLE = (1, 2)
@@ -47,6 +54,14 @@ class Manifest:
     """Hash of the text of the run's `config.yaml`."""
     parent: str | None = None
     """The step that this one is stored as the difference to; None for one that stands by itself."""
+    parent_identity: str | None = None
+    """That step's `identity`: another one may have taken its name."""
+    compressed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the name of each file that is stored compressed now: `file`, that which holds it, and its hash `xxh3`."""
+    rounded: dict[str, float] = field(default_factory=dict)
+    """The largest relative error by which values were rounded before they were saved, by role; see `Rounding`."""
+    xxh3: str | None = None
+    """Of all of the above, see `sealed`; None in manifests of before this was written down."""
 
     @property
     def verified(self) -> bool:
@@ -58,6 +73,23 @@ class Manifest:
         """Size of the folder, but for the manifest."""
         return sum(self.files.values())
 
+    @property
+    def identity(self) -> str:
+        """What makes it this step's and no other's, however it is stored."""
+        return digest(json.dumps([self.step, self.metadata, sorted(self.digests.items())]).encode())
+
+    def rewrite(self, folder: Path) -> None:
+        """Replace the manifest of a step by this one, at once and durably. The files that it lists are there."""
+        temporary = folder / f"{NAME}{TEMPORARY}{os.getpid()}"
+        self._write_to(temporary)
+        temporary.replace(folder / NAME)
+        sync_folder(folder)
+
+    def _write_to(self, path: Path) -> None:
+        fields = asdict(self)
+        fields["xxh3"] = self.xxh3 = sealed(fields)
+        write_durably(path, json.dumps(fields, indent=1) + "\n")
+
     def write(self, folder: Path) -> None:
         """List the files of `folder` and write the manifest beside them, durably."""
         files = {
@@ -68,16 +100,27 @@ class Manifest:
             path.name: digest(path.read_bytes()) for path in sorted((folder / FOLDER).glob("*.json"))
         }
         self.metadata = digest((folder / METADATA).read_bytes())
-        write_durably(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
+        self._write_to(folder / NAME)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def sealed(fields: Mapping[str, Any]) -> str:
+    """Return the hash of a manifest's fields, whichever way they are laid out in the file, but for `xxh3` itself."""
+    others = {name: value for name, value in fields.items() if name != "xxh3"}
+    return digest(json.dumps(others, sort_keys=True, separators=(",", ":")).encode())
+
+
+def read_manifest(folder: Path, depth: int = 0) -> Manifest:
     """Read and check a step's manifest; raise `ValueError` with what is wrong with the folder.
+
+    So are those of the steps that it needs: `depth` of them are done.
 
     Compares the names and sizes of the files, and the hashes of the small ones; the bytes of the tensors are not
     looked at.
     """
-    manifest = _parse(folder)
+    manifest = parse_manifest(folder)
+    named = STEP_FOLDER.match(folder.name)
+    if named is not None and int(named[1]) != manifest.step:
+        raise ValueError(f"{NAME} is that of step {manifest.step}")
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -90,10 +133,61 @@ def read_manifest(folder: Path) -> Manifest:
     for name, value in expected.items():
         if digest((folder / name).read_bytes()) != value:
             raise ValueError(f"{name} is not what was written")
+    if manifest.parent is not None:
+        if depth >= LONGEST_CHAIN:
+            raise ValueError(f"the steps that it needs ({manifest.parent}, ...) need each other")
+        read_parent(folder, manifest)
+        try:
+            read_manifest(folder.with_name(manifest.parent), depth + 1)
+        except ValueError as error:
+            raise ValueError(f"{manifest.parent}, which it is the difference to: {error}") from error
     return manifest
 
 
-def _parse(folder: Path) -> Manifest:
+def read_parent(folder: Path, manifest: Manifest) -> Manifest:
+    """Return the manifest of the step that `manifest`, of the step in `folder`, needs; raise `ValueError`."""
+    assert manifest.parent is not None
+    try:
+        parent = parse_manifest(folder.with_name(manifest.parent))
+    except ValueError as error:
+        raise ValueError(f"{manifest.parent}, which it is the difference to: {error}") from error
+    if parent.identity != manifest.parent_identity:
+        raise ValueError(f"{manifest.parent} is not the step that it is the difference to")
+    return parent
+
+
+def is_bare_name(name: object) -> bool:
+    """Whether this is the name of something within a folder, and no path, nor what drives a terminal."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def _is_step(name: object) -> bool:
+    return isinstance(name, str) and STEP_FOLDER.match(name) is not None
+
+
+def _is_form_of(name: str, stored: Mapping[str, Any]) -> bool:
+    file = stored.get("file")
+    mark, digits = f"{name}.z", str(file).rpartition(".z")[2]
+    return isinstance(file, str) and file == mark + digits and digits.isdecimal() and len(digits) < 10
+
+
+def says_how_stored(manifest: Manifest) -> bool:
+    """Whether the fields that say how a step is stored are what they should be."""
+    tables = (manifest.compressed, manifest.rounded, manifest.files)
+    if not all(isinstance(table, dict) for table in tables):
+        return False
+    files = manifest.compressed.items()
+    return (
+        all(is_bare_name(name) and isinstance(one, dict) and _is_form_of(name, one) for name, one in files)
+        and all(
+            role.isprintable() and isinstance(error, float | int) for role, error in manifest.rounded.items()
+        )
+        and (manifest.parent is None or _is_step(manifest.parent))
+    )
+
+
+def parse_manifest(folder: Path) -> Manifest:
+    """Read a step's manifest and compare it with its own hash; raise `ValueError`."""
     try:
         fields = json.loads((folder / NAME).read_text())
         version = fields.get("format")
@@ -102,6 +196,8 @@ def _parse(folder: Path) -> Manifest:
                 f"its format is {version}, this version reads {' and '.join(map(str, READABLE))}"
             )
         manifest = Manifest(**fields)
+        if manifest.xxh3 not in (None, sealed(fields)):
+            raise ValueError("its content is not what was written")
     except FileNotFoundError as error:
         raise ValueError(f"{NAME} is missing") from error
     except (OSError, AttributeError, TypeError, ValueError) as error:
@@ -109,6 +205,8 @@ def _parse(folder: Path) -> Manifest:
     tables = (manifest.model, manifest.data, manifest.files, manifest.tensors, manifest.digests)
     if not isinstance(manifest.step, int) or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{NAME} is damaged")
+    if not says_how_stored(manifest):
+        raise ValueError(f"{NAME} is damaged: it does not say how the step is stored")
     if manifest.verified and not (manifest.tensors and manifest.digests and manifest.metadata):
         raise ValueError(f"{NAME} is damaged: it has no hashes")
     return manifest

@@ -4,12 +4,13 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -18,13 +19,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from train.checkpoint.compress.files import StepFiles
 from train.checkpoint.digests import Box
+from train.checkpoint.errors import DamagedError as DamagedError
+from train.durable import drop_from_memory as drop_from_memory
 
 _LOCAL_HEADER_BYTES = 30
-
-
-class DamagedError(Exception):
-    """A checkpoint does not hold what was written; the text is a clause that says where."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Slice:
     path: Path
     offset: int
     length: int
+    files: StepFiles = field(compare=False, repr=False)
+    """Of the step."""
 
     @property
     def nbytes(self) -> int:
@@ -62,27 +64,46 @@ class Slice:
         if self.nbytes == 0:
             return self.offset
         try:
-            with self.path.open("rb") as file:
-                return self.offset + self._position(_Part(file, self.offset, self.length))
+            return self.offset + self._position(_Part(self.read_into, self.offset, self.length))
         except Exception as error:  # a damaged archive raises anything
             raise DamagedError(f"{self} cannot be found in it ({error})") from error
 
+    def read_into(self, position: int, buffer: Any) -> None:
+        """Fill `buffer`, any writable one of bytes, from a place of the file; raises `DamagedError`, or OSError."""
+        self.files.read_into(self.path.name, position, np.frombuffer(buffer, np.uint8))
+
     def _position(self, view: Any) -> int:
-        with zipfile.ZipFile(view) as archive:
-            (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
-        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != self.nbytes:
-            raise ValueError(f"it has {entry.file_size} bytes instead of {self.nbytes}")
-        view.seek(entry.header_offset)
-        header = view.read(_LOCAL_HEADER_BYTES)
-        names_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return entry.header_offset + _LOCAL_HEADER_BYTES + names_bytes
+        position, nbytes = _values_in(view)
+        if nbytes != self.nbytes:
+            raise ValueError(f"it has {nbytes} bytes instead of {self.nbytes}")
+        return position
+
+
+def values_at(path: Path, offset: int, length: int) -> tuple[int, int]:
+    """Find the values of a slice by its place in a plain file: (first byte, number of bytes); raises `DamagedError`."""
+    try:
+        position, nbytes = _values_in(_Part(partial(read_into, path), offset, length))
+    except Exception as error:  # a damaged archive raises anything
+        raise DamagedError(f"{path.name} has no slice at {offset} ({error})") from error
+    return offset + position, nbytes
+
+
+def _values_in(view: Any) -> tuple[int, int]:
+    with zipfile.ZipFile(view) as archive:
+        (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("it is compressed")
+    view.seek(entry.header_offset)
+    header = view.read(_LOCAL_HEADER_BYTES)
+    names_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return entry.header_offset + _LOCAL_HEADER_BYTES + names_bytes, entry.file_size
 
 
 class _Part(io.RawIOBase):
     """Part of a file, as a file."""
 
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
+    def __init__(self, read: Callable[[int, Any], None], offset: int, length: int) -> None:
+        self._read, self._offset, self._length, self._at = read, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -102,27 +123,26 @@ class _Part(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._offset + self._at)
-        count = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._at += count
-        return int(count)
+        self._read(self._offset + self._at, view)
+        self._at += len(view)
+        return len(view)
 
 
-def slices(folder: Path, metadata: Metadata, tensor: str) -> list[Slice]:
+def slices(files: StepFiles, metadata: Metadata, tensor: str) -> list[Slice]:
     """All slices of a tensor, in the order of `.metadata`."""
     found = metadata.state_dict_metadata[tensor]
     assert isinstance(found, TensorStorageMetadata)
-    return [_slice(folder, metadata, tensor, chunk) for chunk in found.chunks]
+    return [_slice(files, metadata, tensor, chunk) for chunk in found.chunks]
 
 
-def indexed_slice(folder: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
+def indexed_slice(files: StepFiles, metadata: Metadata, index: MetadataIndex) -> Slice:
     """The slice that a plan for reading means."""
     found = metadata.state_dict_metadata[index.fqn]
     assert isinstance(found, TensorStorageMetadata) and index.index is not None
-    return _slice(folder, metadata, index.fqn, found.chunks[index.index])
+    return _slice(files, metadata, index.fqn, found.chunks[index.index])
 
 
-def _slice(folder: Path, metadata: Metadata, tensor: str, chunk: ChunkStorageMetadata) -> Slice:
+def _slice(files: StepFiles, metadata: Metadata, tensor: str, chunk: ChunkStorageMetadata) -> Slice:
     found = metadata.state_dict_metadata[tensor]
     assert isinstance(found, TensorStorageMetadata)
     stored = metadata.storage_data[MetadataIndex(tensor, chunk.offsets)]
@@ -131,9 +151,10 @@ def _slice(folder: Path, metadata: Metadata, tensor: str, chunk: ChunkStorageMet
         start=tuple(chunk.offsets),
         shape=tuple(chunk.sizes),
         dtype=found.properties.dtype,
-        path=folder / stored.relative_path,
+        path=files.folder / stored.relative_path,
         offset=stored.offset,
         length=stored.length,
+        files=files,
     )
 
 
@@ -148,16 +169,6 @@ def read_into(path: Path, offset: int, buffer: Any) -> None:
             if count == 0:
                 raise DamagedError(f"{path.name} ends after {offset + done} bytes")
             done += count
-    finally:
-        os.close(descriptor)
-
-
-def drop_from_memory(path: Path) -> None:
-    """Have the next reading of a file that was synced come from its disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems cannot: then memory is compared with memory
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 

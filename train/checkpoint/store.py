@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from contract.errors import ReportedError, UserError
 from contract.run_folder import Event, RunFolder, job_identity, start_number
+from train.checkpoint.compress.lock import locked_folder
+from train.checkpoint.compress.plan import Job, Wish, removable
+from train.checkpoint.compress.rounding import Rounding
+from train.checkpoint.compressing import LOCK_WAIT_S, Compression, storage
+from train.checkpoint.fast import FastTier
 from train.checkpoint.flight import Flight
-from train.checkpoint.manifest import Manifest, read_manifest
-from train.checkpoint.reader import SafeReader, damage, load_tree
+from train.checkpoint.manifest import METADATA, Manifest, read_manifest
+from train.checkpoint.reader import Phases, SafeReader, damage, load_tree
+from train.checkpoint.recover import recover
 from train.checkpoint.retain import Retention, Whole, eval_losses
 from train.checkpoint.slices import DamagedError
 from train.checkpoint.staging import Share, Staging
@@ -43,10 +49,18 @@ class CheckpointStore:
     retention: Retention
     check_owner: Callable[[], None]
     """Called on rank 0 before a step is published: raises `PeerError` when another process has the run."""
+    wish: Wish = field(default_factory=lambda: Wish(compress=False))
+    """How steps are stored once they are published."""
+    rounding: Rounding | None = None
+    """Of what is saved; None saves what there is."""
     verify_load: bool = True
     """Whether to hash what is loaded."""
     staging: Staging | None = None
     """Where saves in the background are copied to; None saves while training waits."""
+    fast: FastTier | None = None
+    """Where steps are written first; None writes them to the run folder at once."""
+    load_phases: Phases | None = None
+    """Where the time of the last load went."""
     newest_step: int | None = None
     """The step that was restored or saved last."""
     _flight: Flight | None = None
@@ -56,6 +70,9 @@ class CheckpointStore:
     _told_budget: bool = False
     _damaged: dict[int, str] = field(default_factory=dict)
     """On rank 0: steps newer than the restored one, which are not whole, and what is wrong with each."""
+
+    def __post_init__(self) -> None:
+        self._compression = Compression(self.group, self.run.checkpoints, self.wish)
 
     @property
     def _leader(self) -> bool:
@@ -77,12 +94,14 @@ class CheckpointStore:
         for entry in self.run.checkpoints.iterdir():
             if any(mark in entry.name for mark in (TEMPORARY, REPLACED, REMOVED)):
                 shutil.rmtree(entry, ignore_errors=True)
+        self._compression.clean()
 
-    def save(self, state: TrainState, background: bool = False) -> bool:
+    def save(self, state: TrainState, background: bool = False, urgent: bool = False) -> bool:
         """Write and publish the state of `state.step`; return whether that worked, the same on every rank.
 
         In the `background` only a copy is made now, and True is no more than a promise: `poll` and `wait` tell what
-        has become of it. A failed save is tried once more and then given up with a warning event: the caller decides
+        has become of it. Compression is left to the background in any case, and to the next save where this
+        one is `urgent`. A failed save is tried once more and then given up with a warning event: the caller decides
         whether training can go on without it. Raises `PeerError` when another process has taken the run over, as
         `poll` and `wait` do.
         """
@@ -94,13 +113,18 @@ class CheckpointStore:
         snapshot = Snapshot(state.step, state.state_dict(), state.stored())
         staged = self._staged(snapshot) if background else None
         flight = Flight(state.step)
-        if staged is None:
+        if staged is None and not (background and self._kept(snapshot)):
             saved = self._attempts(flight, snapshot, began_s, None)
             self.newest_step = state.step if saved else self.newest_step
+            if saved and (urgent or not self.wish.compress):
+                self._tidy(compress=not urgent)
+            elif saved:
+                # Files are all that it needs: nobody has to wait.
+                self._begin(flight, lambda: self._tidy(compress=True))
         else:
-            saved, self._flight = True, flight
+            saved = True
             stall_s = time.monotonic() - began_s
-            flight.begin(partial(self._attempts, flight, staged, began_s, stall_s))
+            self._begin(flight, partial(self._save_and_tidy, flight, staged or snapshot, began_s, stall_s))
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - began_s
         return saved
 
@@ -112,6 +136,12 @@ class CheckpointStore:
         """Wait for a save in the background; return whether it has worked, None without one."""
         return None if self._flight is None else self._land()
 
+    def settle(self) -> None:
+        """Wait for what goes on in the background, to its very end: for a run that is done."""
+        if self._flight is not None:
+            self._flight.result()
+            self.wait()
+
     def take_stall_s(self) -> float | None:
         """How long training has stood still for saves since the last call, s; None without any."""
         stall_s, self._stall_s = self._stall_s, None
@@ -122,9 +152,19 @@ class CheckpointStore:
         if self._flight is None and self.staging is not None:
             self.staging.close()
 
+    def _begin(self, flight: Flight, work: Callable[[], bool]) -> None:
+        self._flight = flight
+        self._compression.begin()
+        flight.begin(work)
+
+    def _save_and_tidy(self, flight: Flight, snapshot: Snapshot, began_s: float, stall_s: float) -> bool:
+        return self._attempts(flight, snapshot, began_s, stall_s) and self._tidy(compress=True)
+
     def _land(self) -> bool:
         assert self._flight is not None
         flight, self._flight = self._flight, None
+        # Training waits for what was published, never for its compression.
+        self._compression.hurry()
         saved = flight.result()
         self.newest_step = flight.step if saved else self.newest_step
         return saved
@@ -144,17 +184,24 @@ class CheckpointStore:
             return None
         return replace(snapshot, tree=tree)
 
+    def _kept(self, snapshot: Snapshot) -> bool:
+        """Whether the nodes' own disks have the step, so that training can go on while it is copied from there."""
+        return self.fast is not None and self.fast.keep(self._writer(), snapshot)
+
+    def _writer(self) -> Writer:
+        return Writer(self.group, self.manifest, self.check_owner, self.rounding)
+
     def _attempts(self, flight: Flight, snapshot: Snapshot, began_s: float, stall_s: float | None) -> bool:
         """Save, in whichever thread; `stall_s`: how long training was held up, None where it still is."""
         step = snapshot.step
-        writer = Writer(self.group, self.manifest, self.check_owner)
+        write = self._writer().write if self.fast is None else partial(self.fast.save, self._writer())
         for attempt in range(ATTEMPTS):
             if attempt > 0:
                 time.sleep(PAUSE_S)
             flight.attempts += 1
             if stall_s is None:
                 beat(Phase.SAVE)
-            reason = writer.write(snapshot, self._temporary(step), self._folder(step))
+            reason = write(snapshot, self._temporary(step), self._folder(step))
             if reason is None:
                 if self._leader:
                     seconds = time.monotonic() - began_s
@@ -162,32 +209,79 @@ class CheckpointStore:
                     self.run.try_event(
                         Event.SAVED, step=step, seconds=round(seconds, 3), stall_s=round(stalled_s, 3)
                     )
-                    self._retain()
                 return True
             if self._leader:
                 said = f"saving step {step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}"
                 self.run.try_event(Event.WARNING, step=step, reason=said)
         return False
 
-    def _retain(self) -> None:
-        """Remove what is not to be kept; damaged steps do not count and stay to be looked at."""
-        self.clean()
-        whole = {}
-        for step in self.run.published_steps():
-            if damage(self._folder(step)) is None:
-                manifest = read_manifest(self._folder(step))
-                whole[f"step_{step}"] = Whole(step, manifest.bytes, manifest.verified)
-        steps = list(whole.values())
-        others = [entry for entry in self.run.checkpoints.iterdir() if entry.name not in whole]
-        others_bytes = sum(path.stat().st_size for entry in others for path in entry.rglob("*"))
+    def _tidy(self, compress: bool) -> bool:
+        """Remove what is not to be kept, and have the rest stored as wished; damaged steps stay to be looked at.
+
+        What is to be removed stays while a step that is kept needs it. Returns True: the save was one. Collective.
+        """
+        removed: list[int] = []
+        plan: list[Job] = []
+        if self._leader:
+            try:
+                self.clean()
+                whole = self._whole()
+                removed = self._surplus(whole)
+                plan = self._compression.plan(whole, removed) if compress else []
+            except OSError as error:
+                self._warn_untidy(error)
+        plan = broadcast(plan, self.group)
+        for job in plan:
+            done = self._compression.run(job)
+            if done is None:
+                break
+            if self._leader and done.reason is not None:
+                reason = f"step {job.step} is not compressed, and stays as it is ({done.reason})"
+                self.run.try_event(Event.WARNING, step=job.step, reason=reason)
+            elif self._leader:
+                share, seconds = round(done.share, 3), round(done.seconds, 3)
+                needs = {} if job.parent is None else {"parent": job.parent}
+                self.run.try_event(Event.COMPRESSED, step=job.step, share=share, seconds=seconds, **needs)
+        if self._leader:
+            try:
+                self._remove(removed)
+            except OSError as error:
+                self._warn_untidy(error)
+        return True
+
+    def _warn_untidy(self, error: OSError) -> None:
+        self.run.try_event(Event.WARNING, reason=f"old checkpoints stay for now ({error})")
+
+    def _whole(self) -> dict[int, Manifest]:
+        """The manifests of all steps that nothing is wrong with."""
+        steps = self.run.published_steps()
+        return {
+            step: read_manifest(self._folder(step)) for step in steps if damage(self._folder(step)) is None
+        }
+
+    def _surplus(self, whole: Mapping[int, Manifest]) -> list[int]:
         losses = eval_losses(self.run) if self.retention.keep_best > 0 else {}
-        removed = self.retention.surplus(steps, losses, others_bytes)
-        for step in removed:
-            # At once: half a step would look like a damaged one.
-            gone = self._folder(step).with_name(f"step_{step}{REMOVED}")
-            self._folder(step).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-        over_gb = self.retention.exceeded(steps, removed, others_bytes)
+        return self.retention.surplus(_sizes(whole), losses, self._others_bytes(whole))
+
+    def _others_bytes(self, whole: Mapping[int, Manifest]) -> int:
+        names = {f"step_{step}" for step in whole}
+        others = [entry for entry in self.run.checkpoints.iterdir() if entry.name not in names]
+        return sum(path.stat().st_size for entry in others for path in entry.rglob("*"))
+
+    def _remove(self, surplus: Sequence[int]) -> None:
+        """Remove steps that no other one needs."""
+        if not surplus and self.retention.disk_budget_gb is None:
+            return
+        with locked_folder(self.run.checkpoints, LOCK_WAIT_S):
+            whole = self._whole()
+            gone = removable({step: storage(manifest) for step, manifest in whole.items()}, surplus)
+            for step in gone:
+                # At once: half a step would look like a damaged one.
+                path = self._folder(step).with_name(f"step_{step}{REMOVED}")
+                self._folder(step).rename(path)
+                shutil.rmtree(path, ignore_errors=True)
+        others_bytes = self._others_bytes(whole)
+        over_gb = self.retention.exceeded(_sizes(whole), gone, others_bytes)
         if over_gb is not None and not self._told_budget:
             self._told_budget = True
             reason = (
@@ -195,6 +289,36 @@ class CheckpointStore:
                 f"{self.retention.disk_budget_gb:g} with nothing left to remove: raise it"
             )
             self.run.try_event(Event.WARNING, reason=reason)
+
+    def recover(self) -> None:
+        """Publish what an earlier start has kept on the nodes' own disks, if that is newer. Collective.
+
+        Before `newest`, while this process owns the run. Raises `PeerError` when another one does.
+        """
+        if self.fast is None:
+            return
+        began_s = time.monotonic()
+        step = recover(
+            self.fast,
+            self._writer(),
+            lambda step: (self._temporary(step), self._folder(step)),
+            self._newest_written,
+            self._warn,
+        )
+        if step is not None and self._leader:
+            seconds = round(time.monotonic() - began_s, 3)
+            self.run.try_event(Event.SAVED, step=step, seconds=seconds, stall_s=seconds)
+            tell(
+                f"step {step} was kept on the nodes' disks by an earlier start, and is now in the run folder"
+            )
+
+    def _newest_written(self) -> tuple[int, float]:
+        """The newest whole step, and when it was written, s since the epoch; (-1, 0) without one."""
+        for step in reversed(self.run.published_steps()):
+            if damage(self._folder(step)) is None:
+                # The other files may be replaced later.
+                return step, (self._folder(step) / METADATA).stat().st_mtime
+        return -1, 0.0
 
     def newest(self) -> Manifest | None:
         """Return the manifest of the newest whole step, the same on every rank, or None if there is no step.
@@ -250,8 +374,19 @@ class CheckpointStore:
         try:
             self.load(state, manifest)
         except DamagedError as error:
-            return str(error)
+            return self._try_as_stored_now(state, manifest, str(error))
         return None
+
+    def _try_as_stored_now(self, state: TrainState, manifest: Manifest, problem: str) -> str | None:
+        """Load a step again where a command has stored it in another way meanwhile; return what is wrong."""
+        try:
+            current = read_manifest(self._folder(manifest.step))
+            if current != manifest:
+                self.load(state, current)
+                return None
+        except (OSError, ValueError, DamagedError) as error:
+            return str(error)
+        return problem
 
     def load(self, state: TrainState, manifest: Manifest) -> None:
         """Restore `state` from a step that `newest` returned.
@@ -268,6 +403,9 @@ class CheckpointStore:
                 f"checkpoint {folder} cannot be loaded ({causes(error)}): put its files back, or move the folder "
                 "away to continue from an older step"
             ) from error
+        finally:
+            reader.close()
+        self.load_phases = reader.phases
         self.newest_step = manifest.step
 
     def _warn(self, step: int, problem: str) -> None:
@@ -283,3 +421,7 @@ class CheckpointStore:
             path = self._folder(step)
             shutil.rmtree(path.with_name(path.name + DAMAGED), ignore_errors=True)
             path.rename(path.with_name(path.name + DAMAGED))
+
+
+def _sizes(whole: Mapping[int, Manifest]) -> list[Whole]:
+    return [Whole(step, manifest.bytes, manifest.verified) for step, manifest in whole.items()]

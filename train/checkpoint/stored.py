@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
+from train.checkpoint.compress.rounding import Rounding
 from train.checkpoint.digests import Digest, digest
 
 Path = tuple[str, ...]
@@ -35,11 +36,15 @@ class HashingPlanner(DefaultSavePlanner):
     For a writer that writes each before it asks for the next: `FileSystemWriter(per_thread_copy_ahead=0)`.
     """
 
-    def __init__(self, stored: Mapping[Path, Stored]) -> None:
+    def __init__(self, stored: Mapping[Path, Stored], rounding: Rounding | None = None) -> None:
+        """`rounding`: of what is written; None leaves it as it is."""
         super().__init__()
+        self._rounding = rounding
         self._stored = stored
         self.digests: list[Digest] = []
         """Of the slices that were written so far."""
+        self.rounded: dict[str, float] = {}
+        """The largest relative error by which values were rounded so far, by role."""
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Put the items in the order in which they are cheap to read; see torch."""
@@ -52,12 +57,24 @@ class HashingPlanner(DefaultSavePlanner):
         data = super().resolve_data(write_item) if stored is None else stored.read()
         # Anything else would be pickled, and a pickle can run any code when it is read.
         assert isinstance(data, Tensor), f"{write_item.index.fqn} is no tensor"
-        tensor = packed(data)
+        tensor = self._round(write_item.index.fqn, packed(data))
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         value = digest(as_bytes(tensor))
         self.digests.append(Digest(write_item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), value))
         return tensor
+
+    def _round(self, name: str, tensor: Tensor) -> Tensor:
+        role = (
+            None
+            if self._rounding is None
+            else self._rounding.role(name, str(tensor.dtype).removeprefix("torch."))
+        )
+        if self._rounding is None or role is None or tensor.numel() == 0:
+            return tensor
+        values, error = self._rounding.round(role, tensor.itemsize, as_bytes(tensor))
+        self.rounded[role] = max(error, self.rounded.get(role, 0.0))
+        return torch.from_numpy(values).view(tensor.dtype).view(tensor.shape)
 
     def _order(self, item: WriteItem) -> int:
         stored = self._stored.get(self._path(item))

@@ -6,6 +6,7 @@ a tensor, gone through in the tensor's order, comes in its own order too, so tha
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,11 @@ import numpy as np
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
 
+from train.checkpoint.compress.files import StepFiles
 from train.checkpoint.digests import Box, Digest
-from train.checkpoint.slices import DamagedError, Slice, drop_from_memory, read_into, slices, tensors
+from train.checkpoint.errors import DamagedError
+from train.checkpoint.slices import Slice, slices, tensors
+from train.durable import drop_from_memory
 
 WINDOW_BYTES = 16 << 20
 """How much of a tensor is in memory at a time; one row of it, where that is more."""
@@ -51,18 +55,19 @@ def read_back(folder: Path, metadata: Metadata, names: Iterable[str], found: Rea
     """
     dropped: set[Path] = set()
     forms = dict(tensors(metadata))
-    for name in names:
-        parts = slices(folder, metadata, name)
-        for path in {part.path for part in parts} - dropped:
-            drop_from_memory(path)
-            dropped.add(path)
-        shape = tuple(forms[name].size)
-        whole, hashes = hash_tensor(shape, parts)
-        found.slices += [
-            Digest(name, part.start, part.shape, value) for part, value in zip(parts, hashes, strict=True)
-        ]
-        dtype = str(parts[0].dtype).removeprefix("torch.")
-        found.tensors[name] = {"dtype": dtype, "shape": list(shape), "xxh3": whole}
+    with closing(StepFiles(folder)) as files:
+        for name in names:
+            parts = slices(files, metadata, name)
+            for path in {part.path for part in parts} - dropped:
+                drop_from_memory(path)
+                dropped.add(path)
+            shape = tuple(forms[name].size)
+            whole, hashes = hash_tensor(shape, parts)
+            found.slices += [
+                Digest(name, part.start, part.shape, value) for part, value in zip(parts, hashes, strict=True)
+            ]
+            dtype = str(parts[0].dtype).removeprefix("torch.")
+            found.tensors[name] = {"dtype": dtype, "shape": list(shape), "xxh3": whole}
 
 
 def hash_tensor(shape: Box, parts: list[Slice]) -> tuple[str, list[str]]:
@@ -124,5 +129,5 @@ def _windows(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 def _read(part: Slice, offset: int, nbytes: int) -> Any:
     buffer = np.empty(nbytes, np.uint8)
-    read_into(part.path, offset, buffer)
+    part.read_into(offset, buffer)
     return buffer

@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 
 from contract.errors import PeerError
-from train.checkpoint.digests import FOLDER, file_name, read_digests, write_digests
+from train.checkpoint.compress.rounding import Rounding
+from train.checkpoint.digests import FOLDER, Digest, file_name, read_digests, read_rounded, write_digests
 from train.checkpoint.manifest import METADATA, Manifest
 from train.checkpoint.reader import SafeReader
+from train.checkpoint.rest import PlacingWriter, rest_digests
 from train.checkpoint.slices import DamagedError
 from train.checkpoint.stored import HashingPlanner, Stored
 from train.checkpoint.stored import Path as TreePath
@@ -43,6 +46,15 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Written:
+    """What this rank has written of a step."""
+
+    results: list[WriteResult]
+    """Where each slice lies."""
+    digests: list[Digest]
+
+
+@dataclass(frozen=True)
 class Writer:
     """Writes steps of one run, seen from one rank."""
 
@@ -51,6 +63,8 @@ class Writer:
     """Of any step; what depends on the step is filled in."""
     check_owner: Callable[[], None]
     """Called on rank 0 before a step is published: raises `PeerError` when another process has the run."""
+    rounding: Rounding | None = None
+    """Of what is written; None writes what there is."""
 
     def write(self, snapshot: Snapshot, temporary: Path, final: Path) -> str | None:
         """Write and publish; return None or the reason of a failure in a clause, the same on every rank.
@@ -58,17 +72,24 @@ class Writer:
         `temporary` lies beside `final` and is gone afterwards. Raises `PeerError` when another process has taken the
         run over.
         """
-        reason = self._agree(lambda: self._write(snapshot, temporary))
+        reason = self.agree(lambda: self.write_files(snapshot, temporary))
+        return self.publish(snapshot.step, temporary, final, reason)
+
+    def publish(self, step: int, temporary: Path, final: Path, reason: str | None = None) -> str | None:
+        """Read back what the ranks have put into `temporary`, unless that has failed for a `reason`, and publish it.
+
+        Returns, and raises, as `write` does.
+        """
         own = ReadBack()
         if reason is None:
-            reason = self._agree(lambda: self._read_back(temporary, own))
-        found = self._gather(own)
+            reason = self.agree(lambda: self._read_back(temporary, own))
+        found = self.gather(own)
         lost: str | None = None
         if dist.get_rank(self.group) == 0:
             try:
                 if reason is None:
                     self._check(temporary, found)
-                    self._publish(snapshot, temporary, final, found)
+                    self._publish(step, temporary, final, found)
             except PeerError as error:
                 lost = str(error)
             except (OSError, ValueError, DamagedError) as error:
@@ -80,12 +101,18 @@ class Writer:
             raise PeerError(lost)
         return reason
 
-    def _write(self, snapshot: Snapshot, temporary: Path) -> None:
-        planner = HashingPlanner(snapshot.stored)
+    def write_files(self, snapshot: Snapshot, folder: Path) -> Written:
+        """Write this rank's files of a step, and their hashes, to `folder`, which need not be there. Collective.
+
+        Raises `CheckpointException` or OSError. Rank 0's files are those of torch's metadata too.
+        """
+        planner = HashingPlanner(snapshot.stored, self.rounding)
         # Nothing is copied ahead: what was stored is valid until the next is brought.
-        writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
+        writer = PlacingWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         dcp.save(snapshot.tree, storage_writer=writer, planner=planner, process_group=self.group)
-        write_digests(temporary, dist.get_rank(self.group), planner.digests)
+        rest = rest_digests(folder, writer.written)
+        write_digests(folder, dist.get_rank(self.group), planner.digests, rest, planner.rounded)
+        return Written(list(writer.written), planner.digests)
 
     def _read_back(self, temporary: Path, found: ReadBack) -> None:
         try:
@@ -99,15 +126,24 @@ class Writer:
         """Compare what was read with what was written, by the files in which a reader will look that up."""
         written = {
             rank: read_digests(temporary / FOLDER / file_name(rank), None)
-            for rank in range(dist.get_world_size(self.group))
+            for rank in range(self.manifest.world_size)
         }
         problem = mismatch(written, [one for each in found for one in each.slices])
         if problem is not None:
             raise DamagedError(problem)
 
-    def _publish(self, snapshot: Snapshot, temporary: Path, final: Path, found: list[ReadBack]) -> None:
+    def _publish(self, step: int, temporary: Path, final: Path, found: list[ReadBack]) -> None:
         tensors = {name: values for each in found for name, values in each.tensors.items()}
-        manifest = replace(self.manifest, step=snapshot.step, tensors=dict(sorted(tensors.items())))
+        rounded: dict[str, float] = {}
+        for rank in range(self.manifest.world_size):
+            for role, error in read_rounded(temporary / FOLDER / file_name(rank)).items():
+                rounded[role] = max(error, rounded.get(role, 0.0))
+        manifest = replace(
+            self.manifest,
+            step=step,
+            tensors=dict(sorted(tensors.items())),
+            rounded=dict(sorted(rounded.items())),
+        )
         manifest.write(temporary)
         sync_folder(temporary)
         self.check_owner()
@@ -117,7 +153,7 @@ class Writer:
         temporary.rename(final)
         sync_folder(final.parent)
 
-    def _agree(self, action: Callable[[], None]) -> str | None:
+    def agree(self, action: Callable[[], object]) -> str | None:
         """Run `action` on every rank; return None, or the reasons for which it failed on some."""
         reason: str | None = None
         try:
@@ -134,7 +170,7 @@ class Writer:
         dist.all_gather_object(reasons, reason, group=self.group)
         return "; ".join(sorted({one for one in reasons if one is not None}))
 
-    def _gather(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Every rank's `value` on rank 0; nothing elsewhere."""
         leads = dist.get_rank(self.group) == 0
         values = [value] * dist.get_world_size(self.group) if leads else []

@@ -1,0 +1,5 @@
+"""What can be wrong with a checkpoint. Imports no torch."""
+
+
+class DamagedError(Exception):
+    """A checkpoint does not hold what was written; the text is a clause that says where."""
