@@ -59,6 +59,7 @@ class Rounding:
         rounded, error = (
             round_weights(words) if role == _WEIGHTS else round_moments(words, self.largest_error)
         )
+        assert error <= (2**-8 if role == _WEIGHTS else self.largest_error), f"{role} is off by {error}"
         return rounded.view(np.uint8), error
 
 
