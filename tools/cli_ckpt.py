@@ -15,6 +15,7 @@ from tools.cli_ckpt_convert import convert_checkpoint
 from tools.cli_ckpt_diff import diff_two
 
 if TYPE_CHECKING:
+    from tools.ckpt.findings import Finding
     from tools.ckpt.report import Depth, Report
 
 app = typer.Typer(no_args_is_help=True, help="Look into checkpoints of any format, and check them.")
@@ -70,13 +71,16 @@ def show(
     from tools.ckpt.findings import Severity
     from tools.ckpt.listing import layout_of
     from tools.ckpt.open import open_source
+    from tools.ckpt.steady import steadily
     from tools.ckpt.summary import summary
     from tools.table import table
 
-    with open_source(path) as source:
-        facts = summary(source, tensors)
-        layout = layout_of(source)
-        problems = [one for one in source.problems() if one.severity is not Severity.NOTE]
+    def look() -> "tuple[dict[str, Any], str, list[Finding]]":
+        with open_source(path) as source:
+            problems = [one for one in source.problems() if one.severity is not Severity.NOTE]
+            return summary(source, tensors), layout_of(source), problems
+
+    facts, layout, problems = steadily([path], look, lambda found: True)
     if as_json:
         print(json.dumps(facts, indent=1))
         return

@@ -7,7 +7,7 @@ import torch
 
 from contract.errors import UserError
 from contract.run_folder import RunFolder
-from train.checkpoint.manifest import Manifest, read_manifest
+from train.checkpoint.manifest import NAME, Manifest, read_manifest
 from train.checkpoint.reader import SafeReader, damage, load_tree
 from train.checkpoint.slices import DamagedError
 from train.config import read_config
@@ -19,13 +19,25 @@ from train.model.llama import Llama, build
 
 def newest_whole(run: RunFolder) -> Manifest:
     """Return the manifest of the newest whole checkpoint of a run; raise `UserError` when there is none."""
-    problem = "it has none"
+    problems = []
     for step in reversed(run.published_steps()):
         found = damage(run.checkpoints / f"step_{step}")
         if found is None:
             return read_manifest(run.checkpoints / f"step_{step}")
-        problem = f"step_{step}: {found}"
-    raise UserError(f"run folder {run.path} has no whole checkpoint to read ({problem}): train it first")
+        problems.append(f"step_{step}: {found}")
+    raise UserError(f"run folder {run.path} has no whole checkpoint to read ({_why_none(run, problems)}")
+
+
+def _why_none(run: RunFolder, problems: list[str]) -> str:
+    """Say why there is nothing, by what is wrong with its steps, the newest first, and what to do."""
+    if problems:
+        more = f", and {len(problems) - 1} older ones are not whole either" if len(problems) > 1 else ""
+        return f"{problems[0]}{more}): look at it with `trierarch ckpt validate {run.path}`"
+    places = (NAME, f"*/{NAME}", f"checkpoints/*/{NAME}")
+    other = next((found.parent for place in places for found in run.path.glob(place)), None)
+    if other is not None:
+        return f"{other} does not count: it is not {run.checkpoints}/step_N): look at it with `trierarch ckpt validate`"
+    return "it has none): train it first"
 
 
 def load_model(run: RunFolder) -> tuple[Llama, Manifest]:

@@ -27,7 +27,8 @@ from train.checkpoint.manifest import Manifest
 from train.checkpoint.reader import Phases
 from train.checkpoint.retain import Retention
 from train.checkpoint.staging import Staging
-from train.checkpoint.store import TEMPORARY, CheckpointStore
+from train.checkpoint.store import CheckpointStore
+from train.checkpoint.tidy import TEMPORARY
 from train.checkpoint.write import broadcast
 from train.config import WATCH_MARGIN_S, TrainConfig
 from train.continuing import (
@@ -164,6 +165,7 @@ class Launch:
         if newest is not None:
             found = newest
             together(control, lambda: check_continues(config, found, checkpoints.manifest))
+            together(control, lambda: check_exact(config, found))
         # Random weights take minutes for a large model: only where nothing replaces them.
         fresh = newest is None and config.run.init_from is None
         values = draw(config.model, config.seed) if fresh else None

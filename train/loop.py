@@ -127,7 +127,7 @@ def train(parts: Parts) -> Outcome:
     evaluation = evaluate(parts)
     if evaluation is None and parts.evaluator.samples > 0:
         return _stop(parts)
-    parts.checkpoints.settle()
+    parts.checkpoints.settle(stopping=lambda: parts.agreement.signal is not None)
     return Outcome(stopped=False, evaluation=evaluation)
 
 

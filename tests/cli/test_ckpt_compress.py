@@ -1,6 +1,7 @@
 """`trierarch ckpt compress`, `delta` and `restore` on a run that was trained here."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from harness.command import Trierarch
 from harness.compressing import contents
 from harness.toy import LOOP, MODEL, REST
 
+from contract.errors import UserError
 from contract.exit_codes import ExitCode
+from contract.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +125,12 @@ REFUSED = [
     (
         ("compress", "runs/toy", "--lossy", "all", "--out", "x", "--largest-error", "1.5"),
         ExitCode.CONFIG,
-        "give a number between 0 and 1",
+        "must be above 0.00390625 and at most 1",
+    ),
+    (
+        ("compress", "runs/toy", "--lossy", "all", "--out", "x", "--largest-error", "0.00390625"),
+        ExitCode.CONFIG,
+        "must be above 0.00390625 and at most 1",
     ),
     (
         ("compress", "runs/toy", "--lossy", "all", "--out", "no/x"),
@@ -152,6 +160,47 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(
     assert (done.returncode, done.stdout) == (code, "")
     assert told in done.stderr and len(done.stderr.splitlines()) == 1
     assert contents(run) == before
+
+
+@pytest.mark.req("C9")
+def test_a_step_without_the_one_that_it_needs_tells_every_command_so(trierarch: Trierarch, run: Path) -> None:
+    assert trierarch("ckpt", "delta", f"{STEPS}/step_12", "--parent", f"{STEPS}/step_4").returncode == 0
+    for number in (4, 8):
+        shutil.rmtree(run / f"checkpoints/step_{number}")
+    told = "step_4, which it is the difference to: manifest.json is missing"
+    checked = trierarch("ckpt", "validate", "runs/toy")
+    assert checked.returncode == 1
+    assert checked.stdout.splitlines()[1:] == [f"  error: cannot be decoded: {told}"]
+    for command in (
+        ("diff", "runs/toy", "runs/toy"),
+        ("convert", "runs/toy", "new", "--to", "torch"),
+        ("convert", "runs/toy", "new", "--to", "torch", "--force"),
+    ):
+        done = trierarch("ckpt", *command)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"step_12 cannot be decoded ({told}): put that step back" in done.stderr
+    assert "step_12" in trierarch("ckpt", "show", "runs/toy").stdout
+
+    done = trierarch("export", "runs/toy", "exported")
+    assert done.returncode == ExitCode.CONFIG
+    assert f"(step_12: {told}): look at it with `trierarch ckpt validate runs/toy`" in done.stderr
+
+
+def test_what_is_no_step_of_a_run_is_named(run: Path) -> None:
+    """A step by itself, or one that was set aside, in place of a run's."""
+    from train.generate import newest_whole
+
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step_12").rename(checkpoints / "step_12.damaged")
+    for number in (4, 8):
+        shutil.rmtree(checkpoints / f"step_{number}")
+    for path, other in ((run, "step_12.damaged"), (checkpoints, "step_12.damaged")):
+        told = f"({checkpoints / other} does not count: it is not {path}/checkpoints/step_N)"
+        with pytest.raises(UserError, match=re.escape(told)):
+            newest_whole(RunFolder(path))
+    shutil.rmtree(checkpoints / "step_12.damaged")
+    with pytest.raises(UserError, match=r"\(it has none\): train it first"):
+        newest_whole(RunFolder(run))
 
 
 def test_in_place_commands_import_no_torch(run: Path, tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 import contextlib
 import io
 import math
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from harness.disks import small_disk
 from harness.offload import opened
 from harness.pool import Ranks
 from harness.toy import toy_overrides, train_toy
@@ -21,7 +24,9 @@ from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, read_json_lines
 from train.checkpoint import write
 from train.checkpoint.manifest import read_manifest
+from train.checkpoint.reader import damage
 from train.checkpoint.staging import Staging
+from train.checkpoint.store import CheckpointStore
 from train.config import load_config
 
 pytestmark = pytest.mark.slow
@@ -157,3 +162,68 @@ def test_what_is_kept_elsewhere_is_saved_while_training_waits(
     )
     quiet = toy_overrides(toy_tokens, tmp_path, "quiet", *settings[:-1])
     assert "training waits" not in ranks(2, told, quiet)[0]
+
+
+@contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Have nobody, root neither, make, rename or remove anything in a folder of an ext4."""
+    done = subprocess.run(
+        ["chattr", "+i", str(folder)], capture_output=True, text=True, timeout=30, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"chattr: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(folder)], check=True, timeout=30)
+
+
+@pytest.mark.req("C8", "C9", "A22")
+@pytest.mark.parametrize(("moment", "background"), [("before", False), ("within", True)])
+def test_a_folder_that_may_not_be_written_any_more_costs_the_steps_of_that_time(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path, moment: str, background: bool
+) -> None:
+    """The right is lost when a save begins, or when all but its last rename is done."""
+
+    def train_shut_out(overrides: list[str]) -> ExitCode:
+        import torch.distributed as dist
+
+        attempts, publish = CheckpointStore._attempts, write.Writer._publish
+        folder = load_config(overrides).run_folder.checkpoints
+        shut_out = ExitStack()
+
+        def lose(at: str, step: int) -> None:
+            if dist.get_rank() == 0 and (at, step) == (moment, 4):
+                shut_out.enter_context(unwritable(folder))
+
+        def seen_attempts(store: CheckpointStore, flight: Any, snapshot: Any, *rest: Any) -> bool:
+            lose("before", snapshot.step)
+            try:
+                return attempts(store, flight, snapshot, *rest)
+            finally:
+                shut_out.close()
+
+        def seen_publish(writer: write.Writer, step: int, *rest: Any) -> None:
+            lose("within", step)
+            publish(writer, step, *rest)
+
+        with (
+            mock.patch.object(CheckpointStore, "_attempts", seen_attempts),
+            mock.patch.object(write.Writer, "_publish", seen_publish),
+        ):
+            return train_toy(overrides)
+
+    settings = [*COMMON, "loop.steps=7", "checkpoint.every_steps=2"]
+    mode = f"checkpoint.background={str(background).lower()}"
+    with small_disk(tmp_path / "disk", 32 << 20) as disk:
+        overrides = toy_overrides(toy_tokens, disk, "run", *settings, mode, "parallel.zero=2")
+        assert ranks(2, train_shut_out, overrides) == [ExitCode.FINISHED] * 2
+        run = RunFolder(disk / "run")
+        assert run.published_steps() == [2, 6, 7]
+        assert not any(damage(run.checkpoints / f"step_{step}") for step in (2, 6, 7))
+        assert {path.name for path in run.checkpoints.iterdir()} == {"step_2", "step_6", "step_7"}
+        said = events(run, Event.WARNING)
+        assert [event["step"] for event in said] == [4, 4]
+        for event in said:
+            assert "saving step 4 failed (" in event["reason"], event
+            assert f"Operation not permitted: '{run.checkpoints}/step_4" in event["reason"], event

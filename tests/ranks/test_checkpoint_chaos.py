@@ -58,7 +58,7 @@ def save_on(run: RunFolder, rank: int, ranks: int, store_file: Path, begin: int,
     for step in range(begin, begin + 10_000):
         assert store.save(State(step), background=step % 3 > 0)  # type: ignore[arg-type]
         if step % 4 > 0:
-            store.settle()
+            store.settle(lambda: False)
 
 
 def half_compressed(step: Path) -> bool:

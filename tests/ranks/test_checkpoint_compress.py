@@ -9,17 +9,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from harness.disks import small_disk
 from harness.pool import Ranks
 from harness.toy import toy_overrides, train_toy
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, PeerError
 from contract.exit_codes import ExitCode
 from contract.run_folder import Event, RunFolder, read_json_lines
-from train.checkpoint import compressing
+from train.checkpoint import compressing, flight, store
 from train.checkpoint.compress import step as step_module
+from train.checkpoint.compress.plan import Job, Wish
 from train.checkpoint.compressing import Compression
 from train.checkpoint.manifest import Manifest, parse_manifest
 from train.checkpoint.reader import damage
+from train.resilience.pulse import Phase
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +133,9 @@ def test_a_parent_stays_while_a_step_needs_it(ranks: Ranks, toy_tokens: Path, tm
     run = RunFolder(tmp_path / "run")
     assert list(manifests(run)) == [1, 2, 3, 4, 5]
     reasons = {one["reason"] for one in told(run, Event.WARNING)}
-    assert any("not compressed, and stays as it is" in one and "No space left" in one for one in reasons)
+    assert any(
+        "could not be compressed, and stays as it is" in one and "No space left" in one for one in reasons
+    )
     # With room again, only what is to be kept is left.
     more = [*overrides, "loop.steps=6"]
     assert ranks(1, train_unhurried, more) == [ExitCode.FINISHED]
@@ -203,6 +209,101 @@ def test_a_step_whose_parent_is_damaged_is_passed_over(
     assert any("checkpoint step_4 of run run is damaged" in one for one in reasons), reasons
 
 
+@pytest.mark.req("A15", "A22")
+def test_damage_is_not_stored_anew(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    """Neither a child of a damaged step nor a damaged step: what was there would never be found again."""
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", *DELTA, "loop.steps=3", "checkpoint.keep_last=0")
+    assert ranks(1, train_unhurried, overrides) == [ExitCode.FINISHED]
+    run = RunFolder(tmp_path / "run")
+    (file,) = (run.checkpoints / "step_1").glob("*.z*")
+    whole = file.read_bytes()
+    data = bytearray(whole)
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+    def stored_anew(job: Job) -> str | None:
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        done = Compression(group, run.checkpoints, Wish(compress=True), lambda: None).run(job)
+        assert done is not None
+        return done.reason
+
+    before = manifests(run)
+    for step in (1, 2):
+        (reason,) = ranks(1, stored_anew, Job(step, None))
+        assert reason is not None and "is not what was written" in reason
+    assert manifests(run) == before
+    file.write_bytes(whole)
+    assert ranks(1, stored_anew, Job(2, None)) == [None]
+    assert manifests(run)[2].parent is None
+
+
+@pytest.mark.req("A15", "C9")
+def test_a_budget_is_for_what_compressed_steps_take(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
+    settings = [*COMMON, "checkpoint.keep_last=0", "loop.steps=5"]
+    ranks(1, train_toy, toy_overrides(toy_tokens, tmp_path, "plain", *settings))
+    size_gb = parse_manifest(tmp_path / "plain/checkpoints/step_5").bytes / 1e9
+    more = ["checkpoint.compress=each", f"checkpoint.disk_budget_gb={2.6 * size_gb:.9f}"]
+    ranks(1, train_unhurried, toy_overrides(toy_tokens, tmp_path, "each", *settings, *more))
+    kept = list(manifests(RunFolder(tmp_path / "each")))
+    assert len(kept) > 2 and kept[-1] == 5, "two plain ones would fit"
+
+
+def train_slowly_stored(overrides: list[str], stop_after: int | None) -> tuple[ExitCode, int]:
+    """Train; each part of a file takes a while to compress. Return how often that was told to the watch, too."""
+    add = step_module.ContainerWriter.add
+    beats: list[Phase] = []
+
+    def slow(self: Any, region: Any, read: Any, read_parent: Any) -> tuple[int, str]:
+        threading.Event().wait(0.004)
+        return add(self, region, read, read_parent)
+
+    with (
+        mock.patch.object(step_module.ContainerWriter, "add", slow),
+        mock.patch.object(flight, "LOOK_EVERY_S", 0.05),
+        mock.patch.object(store, "beat", beats.append),
+    ):
+        return train_toy(overrides, stop_after), beats.count(Phase.SAVE)
+
+
+@pytest.mark.req("A15", "A13")
+def test_a_run_that_is_done_waits_for_compressions_and_does_not_look_hung(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
+) -> None:
+    """A stop ends them."""
+    settings = [*DELTA, "loop.steps=3", "checkpoint.keep_last=0"]
+    overrides = toy_overrides(toy_tokens, tmp_path, "waits", *settings)
+    ((code, beats),) = ranks(1, train_slowly_stored, overrides, None)
+    assert code is ExitCode.FINISHED and beats > 5
+    assert all(one.compressed for one in manifests(RunFolder(tmp_path / "waits")).values())
+    overrides = toy_overrides(toy_tokens, tmp_path, "stops", *settings)
+    ((code, _),) = ranks(1, train_slowly_stored, overrides, 12)
+    assert code is ExitCode.FINISHED
+    assert not all(one.compressed for one in manifests(RunFolder(tmp_path / "stops")).values())
+
+
+@pytest.mark.req("A15", "A22")
+def test_a_process_that_has_lost_its_run_changes_no_step(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
+) -> None:
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", *COMMON, "loop.steps=2", "parallel.zero=2")
+    assert ranks(2, train_toy, overrides) == [ExitCode.FINISHED] * 2
+    run = RunFolder(tmp_path / "run")
+
+    def compress_as_nobody() -> None:
+        def lost() -> None:
+            raise PeerError("somebody else has the run")
+
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        compression = Compression(group, run.checkpoints, Wish(compress=True), lost)
+        with pytest.raises(PeerError, match="somebody else has the run"):
+            compression.run(Job(2, None))
+
+    ranks(2, compress_as_nobody)
+    assert not any(one.compressed for one in manifests(run).values())
+
+
 @pytest.mark.req("B9")
 def test_rounded_steps_take_70_percent_less_and_training_goes_on_as_well(
     ranks: Ranks, toy_tokens: Path, tmp_path: Path
@@ -252,3 +353,46 @@ def test_a_run_that_wants_an_exact_resume_refuses_rounded_values(
     run = RunFolder(tmp_path / "run")
     assert ranks(1, train_toy, more) == [ExitCode.FINISHED]
     assert json.loads((run.checkpoints / "step_4/manifest.json").read_text())["rounded"] == {}
+
+
+@pytest.mark.req("A15", "A22")
+def test_a_full_disk_leaves_steps_plain_until_there_is_room(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path
+) -> None:
+    """The sentence names the disk; training goes on."""
+
+    def train_without_room(overrides: list[str]) -> ExitCode:
+        import torch.distributed as dist
+
+        run, filler, steps = Compression.run, checkpoints / "filler", list[int]()
+
+        def fill_and_run(compression: Compression, job: Job) -> Any:
+            first = job.step not in steps
+            steps.append(job.step)
+            if first and job.step == 2 and dist.get_rank() == 0:
+                # Nobody else writes meanwhile: the next save waits.
+                filler.write_bytes(bytes(shutil.disk_usage(checkpoints).free - (64 << 10)))
+            dist.barrier(compression.group)
+            done = run(compression, job)
+            if first and job.step == 2 and dist.get_rank() == 0:
+                assert not list(checkpoints.glob("step_2/*.z*")) and not manifests(folder)[2].compressed
+                filler.unlink()
+            return done
+
+        with mock.patch.object(Compression, "run", fill_and_run):
+            return train_unhurried(overrides)
+
+    folder = RunFolder(tmp_path / "run")
+    checkpoints = folder.checkpoints
+    settings = ["checkpoint.compress=each", "loop.steps=4", "checkpoint.keep_last=0", "parallel.zero=2"]
+    overrides = toy_overrides(toy_tokens, tmp_path, "run", *COMMON, *settings)
+    folder.path.mkdir()
+    with small_disk(checkpoints, 32 << 20):
+        assert ranks(2, train_without_room, overrides) == [ExitCode.FINISHED] * 2
+        (said,) = told(folder, Event.WARNING)
+        assert said["step"] == 2
+        assert said["reason"].startswith("step 2 could not be compressed, and stays as it is (")
+        assert "No space left on device" in said["reason"] and f"{checkpoints}" in said["reason"]
+        assert [one["step"] for one in told(folder, Event.SAVED)] == [1, 2, 3, 4]
+        assert [one["step"] for one in told(folder, Event.COMPRESSED)] == [1, 2, 3, 4]
+        assert all(one.compressed for one in manifests(folder).values())

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -261,9 +262,11 @@ def test_an_older_step_that_is_whole_is_published_instead(
         assert ranks(2, start_in_vain, run, nodes) == [None, None]
         assert kept_on(nodes[0].parent) == ["step_2"]
     assert ranks(2, start, run, nodes) == [2, 2]
-    (said,) = warnings_of(run)
-    assert said.startswith("step 3, which")
-    assert said.endswith("of these nodes)" + ": step 2 is" * (not fails))
+    said = warnings_of(run)
+    assert said[0].startswith("step 3, which")
+    assert said[0].endswith("of these nodes)" + ": step 2 is" * (not fails))
+    assert [one[:6] for one in said[1:]] == ["step 2"] * fails
+    assert not fails or said[1].endswith("is not published (it is gone)")
     assert kept_on(nodes[0].parent) == []
 
 
@@ -290,8 +293,120 @@ def test_a_node_that_comes_back_does_not_bring_what_the_run_has_left_behind(
     away = nodes[:1]
     assert ranks(1, start, run, nodes[1:], 3) == [1]
     assert ranks(1, start, run, away) == [3]
-    assert run.published_steps() == [1, 3] and warnings_of(run) == []
-    assert kept_on(nodes[0].parent) == []
+    assert run.published_steps() == [1, 3] and kept_on(nodes[0].parent) == []
+    (said,) = warnings_of(run)
+    assert re.fullmatch(
+        r"step 5, which an earlier start has kept on the nodes' disks, is not published \(the run has gone on from an "
+        r"older one: it began to save step 3 \S+ s later\)",
+        said,
+    )
+
+
+@pytest.mark.req("C9", "A22")
+@pytest.mark.parametrize("through", ["at once", "a node", "an earlier node"])
+def test_the_clock_of_the_shared_storage_does_not_matter(
+    ranks: Ranks, run: RunFolder, nodes: list[Path], through: str
+) -> None:
+    """Whichever way the published step has taken."""
+
+    def save_at_once(run: RunFolder) -> None:
+        assert node_store(run, None).save(State(1))  # type: ignore[arg-type]
+
+    if through == "at once":
+        ranks(2, save_at_once, run)
+    elif through == "a node":
+        ranks(2, start, run, nodes, 1)
+    else:
+        ranks(2, keep, run, nodes, 1)
+        assert ranks(2, start, run, nodes) == [1, 1]
+    ranks(2, keep, run, nodes, 2)
+    for file in (run.checkpoints / "step_1").rglob("*"):
+        os.utime(file, (time.time() + 60,) * 2)
+    assert ranks(2, start, run, nodes) == [2, 2]
+    assert warnings_of(run) == []
+
+
+def test_a_step_of_before_its_beginning_was_written_down_has_the_time_of_its_metadata(
+    ranks: Ranks, run: RunFolder, nodes: list[Path]
+) -> None:
+    ranks(2, start, run, nodes, 1)
+    folder = run.checkpoints / "step_1"
+    replace(read_manifest(folder), began=None).rewrite(folder)
+    ranks(2, keep, run, nodes, 2)
+    before = (folder / ".metadata").stat().st_mtime
+    os.utime(folder / ".metadata", (before + 60,) * 2)
+    assert ranks(2, start, run, nodes) == [1, 1]
+    assert "it began to save step 1 " in warnings_of(run)[0]
+    ranks(2, keep, run, nodes, 2)
+    os.utime(folder / ".metadata", (before,) * 2)
+    assert ranks(2, start, run, nodes) == [2, 2]
+
+
+@pytest.mark.req("A22")
+def test_each_step_that_is_left_out_is_told(ranks: Ranks, run: RunFolder, nodes: list[Path]) -> None:
+    def keep_all(run: RunFolder, nodes: Sequence[Path]) -> None:
+        with mock.patch.object(FastTier, "remove"):
+            keep(run, nodes, 2, 3, 4)
+
+    ranks(2, keep_all, run, nodes)
+    for step, rank in ((3, 0), (4, 1)):
+        next(nodes[rank].glob(f"trierarch-*/step_{step}.*/kept_{rank}.json")).unlink()
+    assert ranks(2, start, run, nodes) == [2, 2]
+    assert warnings_of(run) == [
+        f"step {step}, which an earlier start has kept on the nodes' disks, is not published (the files of rank {rank} "
+        "are on none of these nodes): step 2 is"
+        for step, rank in ((4, 1), (3, 0))
+    ]
+
+
+@pytest.mark.req("A22")
+def test_a_node_that_cannot_be_read_leaves_nobody_waiting(
+    ranks: Ranks, run: RunFolder, nodes: list[Path]
+) -> None:
+    def start_blind(run: RunFolder, nodes: Sequence[Path]) -> int | None:
+        import torch.distributed as dist
+
+        iterdir = Path.iterdir
+
+        def fail(path: Path) -> Any:
+            if dist.get_rank() == 1 and nodes[1] in path.parents:
+                raise OSError(5, "Input/output error", str(path))
+            return iterdir(path)
+
+        with mock.patch.object(Path, "iterdir", fail):
+            return start(run, nodes)
+
+    ranks(2, start, run, nodes, 1)
+    ranks(2, keep, run, nodes, 2)
+    assert ranks(2, start_blind, run, nodes) == [1, 1]
+    said = warnings_of(run)
+    assert re.fullmatch(
+        rf"what an earlier start has kept in {nodes[1]}/\S+ on \S+ cannot be read \(Input/output error\)",
+        said[0],
+    )
+    assert "the files of rank 1 are on none of these nodes" in said[1] and len(said) == 2
+    assert ranks(2, start, run, nodes) == [2, 2]
+
+
+@pytest.mark.req("A22")
+def test_published_steps_that_cannot_be_read_end_all_ranks(
+    ranks: Ranks, run: RunFolder, nodes: list[Path]
+) -> None:
+    def refused(run: RunFolder, nodes: Sequence[Path]) -> str:
+        error = OSError(116, "Stale file handle")
+        with (
+            mock.patch.object(RunFolder, "published_steps", side_effect=error),
+            pytest.raises(UserError) as caught,
+        ):
+            start(run, nodes)
+        return str(caught.value)
+
+    ranks(2, start, run, nodes, 1)
+    ranks(2, keep, run, nodes, 2)
+    for sentence in ranks(2, refused, run, nodes):
+        assert f"the steps in {run.checkpoints} cannot be read (Stale file handle): look at" in sentence
+    assert kept_on(nodes[0].parent) == ["step_2"]
+    assert ranks(2, start, run, nodes) == [2, 2]
 
 
 @pytest.mark.req("A22")

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -18,8 +19,13 @@ from harness.toy import StopAfter, toy_overrides
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from contract.errors import UserError
 from contract.run_folder import RunFolder
+from tools.ckpt.convert import Form, Wish, convert
 from train.bootstrap import World
+from train.checkpoint.compress.plan import Job
+from train.checkpoint.compress.plan import Wish as Storing
+from train.checkpoint.compressing import Compression
 from train.checkpoint.manifest import read_manifest
 from train.checkpoint.reader import SafeReader
 from train.config import TrainConfig, load_config
@@ -135,8 +141,9 @@ def open_run(config: TrainConfig, stop_after: int | None) -> tuple[Launch, Parts
 
 
 def save(settings: list[str]) -> dict[str, str]:
-    """Train until the save."""
-    launch, parts = open_run(composed(settings), SAVED - 1)
+    """Train until the save; the step before it is saved, too."""
+    both = [f"checkpoint.every_steps={SAVED - 1}", "checkpoint.keep_last=0"]
+    launch, parts = open_run(composed([*settings, *both]), SAVED - 1)
     try:
         assert train(parts).stopped
     finally:
@@ -275,3 +282,72 @@ def test_a_checkpoint_holds_every_tensor_once(saved: Callable[[str], dict[str, S
         # Each piece has a header, of well under 2 kB, and each rank has its random generators.
         in_files_bytes = sum(bytes for name, bytes in manifest.files.items() if name.endswith(".distcp"))
         assert in_files_bytes < 4 * stored + 2048 * len(metadata.storage_data) + 20_000 * size
+
+
+STORED = [
+    ("delta", "untied", (3, "zero=3 micro_batch_size=4"), (4, "pp=2 tp=2")),
+    ("converted", "untied", (4, "tp=2 zero=3"), (1, "")),
+    ("converted", "tied", (2, "pp=2 schedule=zbv"), (2, "tp=2")),
+]
+"""How a step is stored before it is restored; of which model; the layouts that wrote it and that restores it."""
+
+
+def no_model(model: dict[str, Any]) -> Any:
+    """Of no form of Hugging Face's is there anything here."""
+    raise UserError("not asked for")
+
+
+def convert_there_and_back(step: Path, target: Path) -> None:
+    """Make `target` of a step's tensors alone, by way of another form."""
+    other = target.parents[1] / "dcp"
+    convert(step, other, Wish(Form.DCP), no_model)
+    convert(other, target, Wish(Form.TRIERARCH, like=step), no_model)
+    assert len(list(target.glob("*.distcp"))) == 1
+
+
+def store_as_delta(ranks: Ranks, step: Path, target: Path) -> None:
+    """Make `target` of a step, stored as the difference to the one before it."""
+    parent = step.with_name(f"step_{SAVED - 1}")
+
+    def compress(checkpoints: Path) -> str | None:
+        group = dist.group.WORLD
+        assert group is not None
+        compression = Compression(group, checkpoints, Storing(compress=True), lambda: None)
+        done = compression.run(Job(SAVED, SAVED - 1))
+        return "it was in a hurry" if done is None else done.reason
+
+    shutil.copytree(parent, target.with_name(parent.name))
+    shutil.copytree(step, target)
+    assert ranks(2, compress, target.parent) == [None, None]
+    manifest = read_manifest(target)
+    assert manifest.parent == parent.name and manifest.compressed
+    assert not list(target.glob("*.distcp"))
+
+
+@pytest.mark.req("C13", "A15")
+@pytest.mark.parametrize(
+    ("way", "model", "source", "layout"), STORED, ids=lambda value: str(value).replace(" ", ",")
+)
+def test_a_layout_restores_what_another_way_of_storing_has_made_of_a_step(
+    ranks: Ranks,
+    toy_tokens: Path,
+    tmp_path: Path,
+    saved: Callable[[str], dict[str, Saved]],
+    undisturbed: Callable[[str], list[float]],
+    way: str,
+    model: str,
+    source: tuple[int, str],
+    layout: tuple[int, str],
+) -> None:
+    origin = saved(model)[f"{source[0]} ranks {source[1]}"]
+    step = origin.run.checkpoints / f"step_{SAVED}"
+    run = RunFolder(tmp_path / "stored")
+    run.create()
+    if way == "delta":
+        store_as_delta(ranks, step, run.checkpoints / step.name)
+    else:
+        convert_there_and_back(step, run.checkpoints / step.name)
+    settings = overrides(toy_tokens, tmp_path, model, *layout)
+    (restored,) = ranks(layout[0], restore, settings, [run.path], 0)[0]
+    assert restored.digests == origin.digests
+    assert restored.losses == pytest.approx(undisturbed(model), rel=1e-5)

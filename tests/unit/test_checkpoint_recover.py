@@ -28,9 +28,23 @@ def test_steps_are_put_together_from_all_nodes() -> None:
 
 def test_what_is_older_by_step_or_by_time_is_of_no_use() -> None:
     found = [{f"step_{step}.a": [note(step, 0, 1, began=100.0 + step)] for step in (3, 4, 5)}]
-    assert [one.note.step for one in survey(found, 3, 0.0)] == [5, 4]
-    assert [one.note.step for one in survey(found, 0, 104.0)] == [5]
-    assert [one.note.step for one in survey(found, -1, 0.0)] == [5, 4, 3]
+
+    def useful(newest_step: int, newest_began: float) -> list[int]:
+        return [one.note.step for one in survey(found, newest_step, newest_began) if one.problem() is None]
+
+    assert useful(3, 0.0) == [5, 4]
+    assert useful(0, 104.0) == [5]
+    assert useful(-1, 0.0) == [5, 4, 3]
+    # What is not further than what is published is nothing to tell of; what was left behind is.
+    assert [one.note.step for one in survey(found, 3, 110.0)] == [5, 4]
+    assert survey(found, 3, 110.0)[0].problem() == (
+        "the run has gone on from an older one: it began to save step 3 5 s later"
+    )
+
+
+def test_a_note_gives_the_manifest_the_time_at_which_the_step_began() -> None:
+    """Also one whose manifest was written when there was no such field."""
+    assert note(3, 0, 1, began=7.5).base().began == 7.5
 
 
 def test_files_are_shared_out_among_the_ranks_that_reach_them() -> None:

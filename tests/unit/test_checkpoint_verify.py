@@ -193,6 +193,9 @@ def test_formats_that_can_be_read_are_told(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(fields | {"digests": {}}))
     with pytest.raises(ValueError, match="it has no hashes"):
         read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(fields | {"began": "today"}))
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        read_manifest(tmp_path)
     known = ("step", "world_size", "model", "data", "files")
     (tmp_path / "manifest.json").write_text(
         json.dumps({name: fields[name] for name in known} | {"format": 1})

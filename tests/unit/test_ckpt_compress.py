@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import threading
@@ -40,6 +41,7 @@ from tools.ckpt.listing import steps_of
 from tools.ckpt.lossy import write_rounded
 from tools.ckpt.open import open_source
 from tools.ckpt.report import Depth, Report
+from tools.ckpt.steady import steadily
 from tools.ckpt.validate import validate
 from train.checkpoint.compress.container import Container
 from train.checkpoint.compress.lock import locked_folder
@@ -330,8 +332,6 @@ FAULTS: list[tuple[Callable[[Path], None], str, bool]] = [
 def test_damage_of_a_stored_step_is_found(
     chain: Path, damage: Callable[[Path], None], told: str, quick: bool
 ) -> None:
-    import re
-
     damage(chain)
     report = validate(step(chain, 30))
     assert report.exit_code == 1
@@ -363,6 +363,120 @@ def test_leftovers_are_a_warning_and_go_with_the_next_command(chain: Path) -> No
     assert {one.file for one in report.findings if one.severity is Severity.WARNING} == names
     Compressor().delta(folder, step(chain, 10))
     assert not whole(folder).errors and not names & {path.name for path in folder.iterdir()}
+
+
+def test_what_a_command_at_work_makes_is_no_leftover(chain: Path) -> None:
+    folder = step(chain, 20)
+    (folder / "__0_1.distcp.z7").write_bytes(b"half")
+    with locked_folder(folder):
+        assert not [one for one in whole(folder).findings if one.severity is Severity.WARNING]
+    assert [one.file for one in whole(folder).findings if one.severity is Severity.WARNING]
+
+
+@pytest.mark.req("C9")
+def test_a_step_without_those_that_it_needs_says_so_once(chain: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copytree(step(chain, 30), tmp_path / "alone/step_30"))
+    told = "cannot be decoded.*step_20, which it is the difference to: manifest.json is missing"
+    for depth in Depth:
+        (found,) = validate(alone, depth).errors
+        assert re.search(told, str(found))
+    for a, b in ((alone, alone), (alone, step(chain, 30)), (step(chain, 30), alone)):
+        with pytest.raises(UnreadableError, match=told) as failure:
+            diff(a, b)
+        assert failure.value.exit_code == 2
+    for force in (False, True):
+        with pytest.raises(UnreadableError, match=told):
+            convert(alone, tmp_path / "new", Wish(Form.TORCH, force=force), None)  # type: ignore[arg-type]
+    # Its own files are compared with their hashes still.
+    flip(stored(alone), 5000)
+    assert len(validate(alone).errors) == 2
+
+
+def test_damage_of_a_parent_is_not_called_one_of_archives(chain: Path) -> None:
+    for path in step(chain, 10).glob("*.z0"):
+        data = path.read_bytes()
+        path.write_bytes(data[:8] + bytes(len(data) // 2) + data[8 + len(data) // 2 :])
+    report = validate(step(chain, 30))
+    assert "which it is the difference to" in texts(report)
+    assert "archive of torch.save" not in texts(report)
+
+
+@pytest.mark.req("C9")
+def test_a_step_that_is_stored_anew_all_the_time_is_never_called_damaged(
+    origin: Path, chain: Path, tmp_path: Path
+) -> None:
+    """Compressed, made the difference to another one, and restored, beside whoever reads it, and one that needs it."""
+    folder, ended = step(chain, 20), threading.Event()
+    failures: list[Exception] = []
+    rounds: list[bool] = []
+
+    def loop() -> None:
+        works = (
+            lambda: Compressor().restore(folder),
+            lambda: Compressor().delta(folder, step(chain, 60)),
+            lambda: Compressor().compress(folder),
+        )
+        while not ended.is_set():
+            for work in works:
+                try:
+                    rounds.append(work().changed)
+                except Exception as error:
+                    failures.append(error)
+                ended.wait(0.05)
+
+    other = Path(shutil.copytree(step(origin, 20), tmp_path / "step_20"))
+    thread = threading.Thread(target=loop)
+    thread.start()
+    seen: list[object] = []
+    deadline_s = time.monotonic() + 60
+    try:
+        while min(len(rounds) / 12, len(seen) / 30) < 1 and time.monotonic() < deadline_s and not failures:
+            for one in (folder, step(chain, 30)):
+                report = validate(one)
+                told = [str(found) for found in report.findings if found.severity is not Severity.NOTE]
+                seen.append(_calm(told, report.unreadable))
+                seen.append(next(one.reason for one in steps_of(chain) if one.name == "step_20"))
+            try:
+                seen.append(diff(folder, other, deep=True).exit_code or "")
+                target = tmp_path / f"new{len(seen)}"
+                convert(folder, target, Wish(Form.TORCH), None)  # type: ignore[arg-type]
+            except UnreadableError as error:
+                seen.append(_calm([], str(error)))
+    finally:
+        ended.set()
+        thread.join(60)
+    assert not failures
+    assert sum(rounds) >= 9
+    assert set(seen) == {""}, set(seen)
+    whole(folder)
+
+
+def _calm(told: list[str], unreadable: str | None) -> str:
+    """What was said but that the step never stayed as it was, which is true."""
+    return (
+        ""
+        if unreadable and "stored anew each time" in unreadable
+        else "; ".join([*told, unreadable or ""]).strip("; ")
+    )
+
+
+def test_a_step_that_never_stays_as_it_is(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[int] = []
+    path = step(tiny, 10) / "manifest.json"
+
+    def work() -> int:
+        times.append(1)
+        path.touch()
+        return len(times)
+
+    assert steadily([tiny, step(tiny, 20)], work) == 1
+    # One that a step needs counts as well.
+    with pytest.raises(UnreadableError, match=r"step_20 was stored anew each time that it was read, 5 times"):
+        steadily([step(tiny, 20)], work, lambda found: True)
+    assert len(times) == 6
+    assert steadily([step(tiny, 20)], work, lambda found: found < 9) == 9
+    with pytest.raises(ZeroDivisionError):
+        steadily([step(tiny, 20)], lambda: 1 // 0)
 
 
 @pytest.mark.req("C9")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ConfigError
-from train.checkpoint.compress.plan import Job, Step, Wish, chain, jobs, removable
+from train.checkpoint.compress.plan import Job, Step, Wish, chain, jobs, removable, stranded
 from train.config import load_config
 
 
@@ -78,6 +78,23 @@ def test_what_can_go_is_all_that_no_kept_step_needs(
             children = {one for one in steps if steps[one].parent in children} - reached
             reached |= children
         assert reached - surplus
+
+
+@given(situations())
+def test_what_is_given_up_leaves_the_newest_step_and_nothing_that_needs_what_is_gone(
+    given_: tuple[dict[int, Step], set[int], Wish],
+) -> None:
+    steps, surplus, _ = given_
+    gone = set(stranded(steps, surplus))
+    left = set(steps) - gone
+    assert max(steps) in left
+    assert all(steps[step].parent in {None, *left} for step in left)
+    assert surplus - gone <= {max(steps), *_needed(max(steps), steps)}
+
+
+def _needed(step: int, steps: dict[int, Step]) -> set[int]:
+    parent = steps[step].parent
+    return set() if parent is None else {parent, *_needed(parent, steps)}
 
 
 @pytest.mark.parametrize(

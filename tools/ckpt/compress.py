@@ -15,6 +15,7 @@ from tools.ckpt.dtypes import BITS
 from tools.ckpt.guard import Check, committing, held, in_threads, refuse, refuse_full, told
 from tools.ckpt.ours import read_ours
 from tools.ckpt.source import Source
+from tools.ckpt.steady import steadily
 from tools.ckpt.validate import check, validate
 from train.checkpoint.compress.step import (
     Compressed,
@@ -99,6 +100,9 @@ class Compressor:
 
     def restore_to(self, folder: Path, target: Path) -> Done:
         """Write a step with plain files to a new folder."""
+        return steadily([folder], lambda: self._restore_to(folder, target))
+
+    def _restore_to(self, folder: Path, target: Path) -> Done:
         began_s = time.monotonic()
         manifest = manifest_of(folder)
         with draft(target) as temporary, told(folder):
@@ -207,6 +211,7 @@ def _places(source: Source) -> Places:
                     piece.offset,
                     piece.elements * itemsize,
                     min(itemsize, _LARGEST_WORD),
+                    piece.xxh3,
                 )
                 found[entry.name, piece.start] = place
     return found

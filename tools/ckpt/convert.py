@@ -15,6 +15,7 @@ from tools.ckpt.convert_read import RawBytes, Tensor, check_storages, tensors_of
 from tools.ckpt.findings import Severity
 from tools.ckpt.open import open_source
 from tools.ckpt.source import Source
+from tools.ckpt.steady import steadily
 from tools.ckpt.stored import rounding_of
 from tools.ckpt.write_dcp import write_dcp
 from tools.ckpt.write_ours import told_by, write_ours
@@ -72,6 +73,11 @@ def convert(
     Raises `UnreadableError` (2) for what cannot be read, `DamagedSourceError` (1) for what is damaged, `SaveError`
     (1) where the system refuses to write, `ConfigError` for a wish that makes no sense.
     """
+    paths = [path] if wish.like is None else [path, wish.like]
+    return steadily(paths, lambda: _convert(path, target, wish, hf_of, begin))
+
+
+def _convert(path: Path, target: Path, wish: Wish, hf_of: HfOf, begin: Begin) -> Done:
     refuse_existing(target)
     with ExitStack() as stack:
         source = stack.enter_context(open_source(path))

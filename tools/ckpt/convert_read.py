@@ -48,8 +48,10 @@ class Tensor:
 def tensors_of(source: Source, weights_only: bool, dtype: str | None, force: bool) -> list[Tensor]:
     """Choose what to write of a checkpoint; `dtype`: of floating weights and moments, None for their own.
 
-    Raises `DamagedSourceError` for what is wrong with its directory, unless `force`.
+    Raises `DamagedSourceError` for what is wrong with its directory, unless `force`; `UnreadableError` for a step that
+    cannot be decoded.
     """
+    source.refuse_undecodable()
     errors = [one for one in source.problems() if one.severity is Severity.ERROR]
     if errors and not force:
         raise damaged(source, errors)

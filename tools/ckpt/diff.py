@@ -18,10 +18,11 @@ from tools.ckpt.diff_names import match, pair_by_content
 from tools.ckpt.diff_result import Comparison, Diff, PlainChange, State
 from tools.ckpt.diff_tally import EXACT, Meter, Tally, Tolerance
 from tools.ckpt.dtypes import Bits
-from tools.ckpt.findings import DamageError
+from tools.ckpt.findings import DamageError, Severity
 from tools.ckpt.open import open_source
 from tools.ckpt.pieces import Entry
 from tools.ckpt.source import Source, Window
+from tools.ckpt.steady import steadily
 
 _WINDOW_ELEMENTS = 1 << 18
 _MOST_THREADS = 8
@@ -44,10 +45,36 @@ def diff(
 
     Tensors with the same saved hash are equal without being read, unless `deep`. Holds a few MiB per thread
     (default: one for each core that this process may use, 8 at most). `begin` is given the number of bytes to read,
-    for a progress bar. Raises `UnreadableError` if one cannot be opened, `ConfigError` for a role that neither has; a
-    tensor that cannot be read is in the result.
+    for a progress bar. Raises `UnreadableError` if one cannot be opened or decoded, `ConfigError` for a role that
+    neither has; a tensor that cannot be read is in the result.
     """
+    return steadily(
+        [path_a, path_b],
+        lambda: _diff(path_a, path_b, tolerance, only, deep, threads or _cores(), begin),
+        lambda found: _is_suspicious(found, deep),
+    )
+
+
+def _is_suspicious(found: Diff, deep: bool) -> bool:
+    """Whether something was not read, or not as it was saved: tensors with other hashes do differ."""
+    told = [one for one in (*found.a.findings, *found.b.findings) if one.severity is not Severity.NOTE]
+    return bool(told or found.unreadable) or any(
+        deep if one.a is None or one.b is None else one.a.xxh3 == one.b.xxh3 for one in found.differing
+    )
+
+
+def _diff(
+    path_a: Path,
+    path_b: Path,
+    tolerance: Tolerance,
+    only: Collection[str] | None,
+    deep: bool,
+    threads: int,
+    begin: Callable[[int], Advance],
+) -> Diff:
     with open_source(path_a) as a, open_source(path_b) as b:
+        a.refuse_undecodable()
+        b.refuse_undecodable()
         matches = match(_chosen(a, b, only), _chosen(b, a, only))
         pair_by_content(matches, lambda one: _hash(a, one, deep), lambda one: _hash(b, one, deep))
         found = {
@@ -56,7 +83,7 @@ def diff(
         }
         jobs = [pair for pair in matches.pairs if _is_to_read(*pair, deep)]
         read_bytes = sum(one.nbytes + other.nbytes for one, other in jobs)
-        found |= _compare_all(a, b, jobs, tolerance, threads or _cores(), begin(read_bytes))
+        found |= _compare_all(a, b, jobs, tolerance, threads, begin(read_bytes))
         comparisons = [
             *found.values(),
             *(Comparison(one, other, State.RENAMED) for one, other in matches.renamed),

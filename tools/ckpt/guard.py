@@ -20,6 +20,8 @@ from train.checkpoint.compress.step import remove_leftovers
 from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import Manifest, parse_manifest
 
+HOLD_WAIT_S = 1.0
+"""For who only looks whether a step is held."""
 COMMIT_WAIT_S = 60.0
 """For another process that replaces or removes steps: moments."""
 _MOST_THREADS = 8
@@ -34,7 +36,7 @@ def held(folder: Path) -> Iterator[Manifest]:
     """Keep other commands away from a step; what one that was ended has left is removed before and after."""
     with told(folder):
         try:
-            with locked_folder(folder):
+            with locked_folder(folder, HOLD_WAIT_S):
                 manifest = _clean(folder)
                 try:
                     yield manifest

@@ -12,6 +12,7 @@ from tools.ckpt.convert_place import draft
 from tools.ckpt.convert_read import RawBytes, Tensor, tensors_of
 from tools.ckpt.dtypes import BITS
 from tools.ckpt.open import open_source
+from tools.ckpt.steady import steadily
 from tools.ckpt.stored import rounding_of
 from tools.ckpt.write_dcp import SLICE_BYTES, slices_of
 from tools.ckpt.write_ours import told_by, write_ours
@@ -22,6 +23,10 @@ _GROUPS_AT_ONCE = 1024
 
 def write_rounded(folder: Path, target: Path, rounding: Rounding, compressor: Compressor) -> Done:
     """Write the step in `folder` to `target`, rounded and compressed. Raises as `convert.convert` does."""
+    return steadily([folder], lambda: _write(folder, target, rounding, compressor))
+
+
+def _write(folder: Path, target: Path, rounding: Rounding, compressor: Compressor) -> Done:
     with open_source(folder) as source:
         before = rounding_of(source)
         errors = dict(before)

@@ -4,6 +4,8 @@
 """
 
 import json
+import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from tools.ckpt.dcp import METADATA, read_dcp
 from tools.ckpt.findings import DamageError, Finding, UnreadableError, error, note
 from tools.ckpt.pieces import Entry
 from tools.ckpt.source import Source
-from tools.ckpt.stored import Stored, check_needs
+from tools.ckpt.stored import Stored, check_leftovers, lacks
+from train.checkpoint.compress.step import leftovers
 from train.checkpoint.manifest import NAME as MANIFEST
 from train.checkpoint.manifest import Manifest, says_how_stored, sealed
 
@@ -98,16 +101,21 @@ def _add_stored(source: Source, told: dict[str, Any]) -> None:
         return
     if manifest.compressed:
         source.stored = Stored(source.path, manifest)
-    source.findings += check_needs(source.path, manifest)
-    left = {one.file for one in source.findings}
-    source.findings += [one for one in _strays(source.path, files) if one.file not in left]
+    source.lacks = lacks(source.path, manifest)
+    if source.lacks is not None:
+        source.findings.append(error(f"cannot be decoded: {source.lacks}"))
+    source.findings += check_leftovers(source.path, manifest)
+    source.findings += _strays(source.path, manifest)
 
 
-def _strays(folder: Path, files: dict[str, int]) -> list[Finding]:
-    known = {name.partition("/")[0] for name in files} | {MANIFEST, DIGESTS, METADATA}
+def _strays(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+    known = {name.partition("/")[0] for name in manifest.files} | {MANIFEST, DIGESTS, METADATA}
     strays = sorted(path.name for path in folder.iterdir() if path.name not in known)
-    text = f"is not of this step: {MANIFEST} does not list it"
-    return [error(text, file=name) for name in strays if not name.endswith(".distcp")]
+    # In this order: while the step is stored anew, files come and go.
+    left = leftovers(folder, manifest) if strays else []
+    for name in strays:
+        if name not in left and not name.endswith(".distcp") and os.path.lexists(folder / name):
+            yield error(f"is not of this step: {MANIFEST} does not list it", file=name)
 
 
 def _add_hashes(source: Source, manifest: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.ckpt.dtypes import BITS, Bits
-from tools.ckpt.findings import DamageError, Finding, error
+from tools.ckpt.findings import DamageError, Finding, UnreadableError, error
 from tools.ckpt.pieces import Block, Entry, Piece, Shape, boxes
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Source:
     """Hash that the bytes of a file outside of values should have, by its name."""
     stored: "Stored | None" = None
     """Of a step of ours with compressed files: pieces have their places in the plain ones."""
+    lacks: str | None = None
+    """Why none of its tensors can be decoded, as a clause: a step that it needs is not there, or not whole."""
     _scratch: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8), repr=False)
     _window: NDArray[np.uint8] | None = field(default=None, repr=False)
     _open: "OrderedDict[Path, int]" = field(default_factory=OrderedDict, repr=False)
@@ -91,6 +93,11 @@ class Source:
             self.stored.close()
         while self._open:
             os.close(self._open.popitem()[1])
+
+    def refuse_undecodable(self) -> None:
+        """Raise `UnreadableError` for a step that lacks another one, of which there is nothing to read."""
+        if self.lacks is not None:
+            raise UnreadableError(f"{self.path} cannot be decoded ({self.lacks}): put that step back")
 
     @property
     def root(self) -> Path:

@@ -13,6 +13,7 @@ from tools.ckpt.checks import Advance, bytes_of
 from tools.ckpt.findings import DamageError, Finding, Severity, error, warning
 from tools.ckpt.source import Pread, Source
 from train.checkpoint.compress.files import StepFiles
+from train.checkpoint.compress.lock import locked_folder
 from train.checkpoint.compress.step import leftovers
 from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import Manifest, read_manifest, read_parent
@@ -86,22 +87,33 @@ class Stored:
             raise DamageError(error(f"cannot be read: {reason}", file=file)) from reason
 
 
-def check_needs(folder: Path, manifest: Manifest) -> Iterator[Finding]:
-    """Say what a step lacks of the steps that it needs, as metadata and sizes of files tell, and what is left over."""
-    for name in leftovers(folder, manifest):
-        text = "is left of a command that was ended: `trierarch ckpt compress` or `restore` removes it"
-        yield warning(text, file=name)
+def lacks(folder: Path, manifest: Manifest) -> str | None:
+    """Say what a step lacks of the steps that it needs, as metadata and sizes of files tell; None if nothing."""
     if manifest.parent is None:
-        return
+        return None
     try:
         read_parent(folder, manifest)
     except ValueError as reason:
-        yield error(f"cannot be decoded: {reason}")
-        return
+        return str(reason)
     try:
         read_manifest(folder.with_name(manifest.parent), 1)
     except (OSError, ValueError) as reason:
-        yield error(f"cannot be decoded: {manifest.parent}, which it is the difference to: {reason}")
+        return f"{manifest.parent}, which it is the difference to: {reason}"
+    return None
+
+
+def check_leftovers(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+    """Say what a command that was ended has left in a step; what one that goes on makes there is no leftover yet."""
+    if not leftovers(folder, manifest):
+        return
+    try:
+        with locked_folder(folder):
+            found = leftovers(folder, manifest)
+    except TimeoutError:
+        return
+    for name in found:
+        text = "is left of a command that was ended: `trierarch ckpt compress` or `restore` removes it"
+        yield warning(text, file=name)
 
 
 def check_stored(source: Source, advance: Advance) -> Iterator[Finding]:

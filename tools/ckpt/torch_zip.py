@@ -55,6 +55,8 @@ class _Part(io.RawIOBase):
         self._pread, self._offset, self._nbytes, self._at = pread, offset, nbytes, 0
         self._blocks: list[tuple[int, bytes]] = []
         """(first byte, bytes) of what was read last: of the archive's begin and end, mostly."""
+        self.failure: OSError | None = None
+        """Why it could not be read: zipfile only says then that this is none of its files."""
 
     def readable(self) -> bool:
         return True
@@ -81,6 +83,13 @@ class _Part(io.RawIOBase):
 
     def _bytes(self, at: int, count: int) -> bytes:
         """Read; of what is little, with what lies around it, which is asked for next."""
+        try:
+            return self._read_bytes(at, count)
+        except OSError as reason:
+            self.failure = reason
+            raise
+
+    def _read_bytes(self, at: int, count: int) -> bytes:
         if count > _BLOCK_BYTES:
             return self._pread(count, self._offset + at)
         for begin, block in self._blocks:
@@ -134,6 +143,8 @@ class TorchArchive:
         except ArchiveError:
             raise
         except Exception as reason:  # zipfile raises anything for damaged bytes
+            if self._part.failure is not None:
+                raise ArchiveError(f"cannot be read: {self._part.failure}") from reason
             raise ArchiveError(f"is no whole archive of torch.save ({reason})") from reason
         self._check_directory(nbytes)
 

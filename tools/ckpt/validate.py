@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from tools.ckpt.checks import Advance, Checks, check_blocks
 from tools.ckpt.deep import Deep, Values, relations
-from tools.ckpt.findings import DamageError, Finding, error, note
+from tools.ckpt.findings import DamageError, Finding, Severity, error, note
 from tools.ckpt.foreign import foreign_names
 from tools.ckpt.open import open_source
 from tools.ckpt.pieces import Entry, Piece, Shape
 from tools.ckpt.report import Depth, Report
 from tools.ckpt.rest import Rests
 from tools.ckpt.source import Source
+from tools.ckpt.steady import steadily
 from tools.ckpt.stored import check_stored, stored_bytes
 from tools.ckpt.torch_files import ZIP_MAGIC
 from tools.ckpt.torch_zip import TorchArchive
@@ -37,11 +38,18 @@ def validate(
     """
     from contract.errors import UserError
 
-    try:
+    def look() -> Report:
         with open_source(path) as source:
             return check(source, depth, shapes_of, begin)
+
+    try:
+        return steadily([path], look, _is_suspicious)
     except UserError as reason:
         return Report(path, depth, unreadable=str(reason))
+
+
+def _is_suspicious(report: Report) -> bool:
+    return any(one.severity is not Severity.NOTE for one in report.findings)
 
 
 def check(
@@ -53,8 +61,12 @@ def check(
     """Check a checkpoint that is open, as `validate` does."""
     report = Report(source.path, depth, source.format, source.step, source.checked_by, len(source.entries))
     report.findings = [*source.problems(), *relations(source, shapes_of)]
-    if depth is not Depth.QUICK:
+    if depth is not Depth.QUICK and source.lacks is None:
         _read(source, report, begin)
+    elif depth is not Depth.QUICK:
+        advance = begin(stored_bytes(source))
+        report.findings += check_stored(source, advance)
+        report.read_bytes += stored_bytes(source)
     if source.stored is not None:
         report.findings = [source.stored.told(one) for one in report.findings]
     return report

@@ -60,7 +60,7 @@ class Note:
 
     def base(self) -> Manifest:
         """The manifest to publish the step with."""
-        return Manifest(**self.manifest)
+        return replace(Manifest(**self.manifest), began=self.began)
 
     def write(self, folder: Path) -> None:
         """Write it beside the files, durably."""
@@ -128,7 +128,7 @@ class FastTier:
 
     def _write(self, writer: Writer, snapshot: Snapshot) -> bool:
         began_s = time.monotonic()
-        token, began = broadcast((uuid.uuid4().hex[:12], time.time()), writer.group)
+        token, began = broadcast((uuid.uuid4().hex[:12], snapshot.began), writer.group)
         folder = self.root / f"step_{snapshot.step}.{token}"
         notes: list[Note] = []
         # Before the ranks begin to exchange anything: one without a disk must not leave the others waiting.
@@ -161,7 +161,7 @@ class FastTier:
         assert self._kept is not None
         folder, note = self._kept
         reason = writer.agree(lambda: copy_files(folder, temporary, note.files))
-        reason = writer.publish(note.step, temporary, final, reason)
+        reason = replace(writer, manifest=note.base()).publish(note.step, temporary, final, reason)
         if reason is None:
             self._remove_all()
         return reason

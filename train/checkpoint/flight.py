@@ -29,6 +29,10 @@ class Flight:
         """Whether `result` returns at once."""
         return self._outcome.done()
 
+    def pause(self) -> None:
+        """Wait for the end, but no longer than a moment."""
+        wait([self._outcome], timeout=LOOK_EVERY_S)
+
     def result(self) -> bool:
         """Wait for the end; return whether it has saved, or raise what the thread has raised.
 
@@ -39,7 +43,7 @@ class Flight:
             if self.attempts != seen:
                 seen = self.attempts
                 beat(Phase.SAVE)
-            wait([self._outcome], timeout=LOOK_EVERY_S)
+            self.pause()
         return self._outcome.result()
 
     def _run(self, work: Callable[[], bool]) -> None:

@@ -60,6 +60,8 @@ class Manifest:
     """By the name of each file that is stored compressed now: `file`, that which holds it, and its hash `xxh3`."""
     rounded: dict[str, float] = field(default_factory=dict)
     """The largest relative error by which values were rounded before they were saved, by role; see `Rounding`."""
+    began: float | None = None
+    """When rank 0 began with the step, s since the epoch by its own clock; None where nobody has written it down."""
     xxh3: str | None = None
     """Of all of the above, see `sealed`; None in manifests of before this was written down."""
 
@@ -72,6 +74,11 @@ class Manifest:
     def bytes(self) -> int:
         """Size of the folder, but for the manifest."""
         return sum(self.files.values())
+
+    @property
+    def seal(self) -> str:
+        """What it says, `xxh3` or not."""
+        return sealed(asdict(self))
 
     @property
     def identity(self) -> str:
@@ -203,7 +210,8 @@ def parse_manifest(folder: Path) -> Manifest:
     except (OSError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{NAME} cannot be read ({error})") from error
     tables = (manifest.model, manifest.data, manifest.files, manifest.tensors, manifest.digests)
-    if not isinstance(manifest.step, int) or not all(isinstance(table, dict) for table in tables):
+    began = isinstance(manifest.began, int | float | None)
+    if not (isinstance(manifest.step, int) and began and all(isinstance(table, dict) for table in tables)):
         raise ValueError(f"{NAME} is damaged")
     if not says_how_stored(manifest):
         raise ValueError(f"{NAME} is damaged: it does not say how the step is stored")

@@ -65,16 +65,26 @@ class _CarefulUnpickler(_Known, pickle._Unpickler):
 
 
 def damage(folder: Path) -> str | None:
-    """Say in a clause what is wrong with the checkpoint in `folder`; None when it is whole.
+    """Say in a clause what is wrong with the checkpoint in `folder`; None when it is whole, see `whole`."""
+    try:
+        whole(folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def whole(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint that nothing is wrong with; raise `ValueError` with what is, as a clause.
 
     Every file is there with its size, and the small ones hold what was written; the bytes of the tensors are not
     looked at.
     """
     try:
-        SafeReader(folder, read_manifest(folder)).read_metadata()
+        manifest = read_manifest(folder)
+        SafeReader(folder, manifest).read_metadata()
     except Exception as error:  # a damaged pickle raises anything
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return None
+        raise ValueError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    return manifest
 
 
 def load_tree(tree: dict[str, Any], reader: "SafeReader") -> None:
@@ -179,7 +189,7 @@ class SafeReader(FileSystemReader):
         direct = whole and target.is_cpu and target.is_contiguous() and target.dtype == piece.dtype
         values = target if direct else torch.empty(piece.shape, dtype=piece.dtype)
         found = self._fill(piece, as_bytes(values))
-        if found is not None and found != self._hash(piece):
+        if found is not None and found != self.hash_of(piece):
             raise DamagedError(f"{piece} is not what was written")
         if not direct:
             part = tuple(
@@ -208,7 +218,8 @@ class SafeReader(FileSystemReader):
             raise DamagedError(f"{piece} cannot be read ({error.strerror or error})") from error
         return None if made is None else made.hexdigest()
 
-    def _hash(self, piece: Slice) -> str:
+    def hash_of(self, piece: Slice) -> str:
+        """The hash that a slice should have; raises `DamagedError` where there is none."""
         assert self._manifest is not None
         if piece.rank not in self._hashes:
             name = file_name(piece.rank)

@@ -2,7 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,27 +13,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from contract.errors import ReportedError, UserError
 from contract.run_folder import Event, RunFolder, job_identity, start_number
-from train.checkpoint.compress.lock import locked_folder
-from train.checkpoint.compress.plan import Job, Wish, removable
+from train.checkpoint.compress.plan import Wish
 from train.checkpoint.compress.rounding import Rounding
-from train.checkpoint.compressing import LOCK_WAIT_S, Compression, storage
+from train.checkpoint.compressing import Compression
 from train.checkpoint.fast import FastTier
 from train.checkpoint.flight import Flight
 from train.checkpoint.manifest import METADATA, Manifest, read_manifest
-from train.checkpoint.reader import Phases, SafeReader, damage, load_tree
+from train.checkpoint.reader import Phases, SafeReader, damage, load_tree, whole
 from train.checkpoint.recover import recover
-from train.checkpoint.retain import Retention, Whole, eval_losses
+from train.checkpoint.retain import Retention
 from train.checkpoint.slices import DamagedError
 from train.checkpoint.staging import Share, Staging
-from train.checkpoint.write import REPLACED, Snapshot, Writer, broadcast, causes
+from train.checkpoint.tidy import TEMPORARY, Tidying
+from train.checkpoint.write import Snapshot, Writer, broadcast, causes
 from train.monitor.progress import tell
 from train.resilience.pulse import Phase, beat
 from train.resilience.together import together
 from train.state import TrainState
 
-TEMPORARY = ".tmp-"
 DAMAGED = ".damaged"
-REMOVED = ".removed"
 ATTEMPTS = 2
 PAUSE_S = 1.0
 
@@ -67,12 +66,12 @@ class CheckpointStore:
     """The save in the background that nobody has waited for yet."""
     _share: Share | None = None
     _stall_s: float | None = None
-    _told_budget: bool = False
     _damaged: dict[int, str] = field(default_factory=dict)
     """On rank 0: steps newer than the restored one, which are not whole, and what is wrong with each."""
 
     def __post_init__(self) -> None:
-        self._compression = Compression(self.group, self.run.checkpoints, self.wish)
+        self._compression = Compression(self.group, self.run.checkpoints, self.wish, self.check_owner)
+        self._tidying = Tidying(self.run, self.group, self.retention, self._compression, self.check_owner)
 
     @property
     def _leader(self) -> bool:
@@ -91,10 +90,7 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove what saves that were killed have left behind. Rank 0 only, while it owns the run."""
-        for entry in self.run.checkpoints.iterdir():
-            if any(mark in entry.name for mark in (TEMPORARY, REPLACED, REMOVED)):
-                shutil.rmtree(entry, ignore_errors=True)
-        self._compression.clean()
+        self._tidying.clean()
 
     def save(self, state: TrainState, background: bool = False, urgent: bool = False) -> bool:
         """Write and publish the state of `state.step`; return whether that worked, the same on every rank.
@@ -136,11 +132,15 @@ class CheckpointStore:
         """Wait for a save in the background; return whether it has worked, None without one."""
         return None if self._flight is None else self._land()
 
-    def settle(self) -> None:
-        """Wait for what goes on in the background, to its very end: for a run that is done."""
-        if self._flight is not None:
-            self._flight.result()
-            self.wait()
+    def settle(self, stopping: Callable[[], bool]) -> None:
+        """Wait for what goes on in the background, compression included, unless the process is to stop."""
+        seen = -1
+        while self._flight is not None and not self._flight.over and not stopping():
+            if self._compression.blocks != seen:
+                seen = self._compression.blocks
+                beat(Phase.SAVE)
+            self._flight.pause()
+        self.wait()
 
     def take_stall_s(self) -> float | None:
         """How long training has stood still for saves since the last call, s; None without any."""
@@ -213,82 +213,13 @@ class CheckpointStore:
             if self._leader:
                 said = f"saving step {step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}"
                 self.run.try_event(Event.WARNING, step=step, reason=said)
+                self._tidying.make_room()
         return False
 
     def _tidy(self, compress: bool) -> bool:
-        """Remove what is not to be kept, and have the rest stored as wished; damaged steps stay to be looked at.
-
-        What is to be removed stays while a step that is kept needs it. Returns True: the save was one. Collective.
-        """
-        removed: list[int] = []
-        plan: list[Job] = []
-        if self._leader:
-            try:
-                self.clean()
-                whole = self._whole()
-                removed = self._surplus(whole)
-                plan = self._compression.plan(whole, removed) if compress else []
-            except OSError as error:
-                self._warn_untidy(error)
-        plan = broadcast(plan, self.group)
-        for job in plan:
-            done = self._compression.run(job)
-            if done is None:
-                break
-            if self._leader and done.reason is not None:
-                reason = f"step {job.step} is not compressed, and stays as it is ({done.reason})"
-                self.run.try_event(Event.WARNING, step=job.step, reason=reason)
-            elif self._leader:
-                share, seconds = round(done.share, 3), round(done.seconds, 3)
-                needs = {} if job.parent is None else {"parent": job.parent}
-                self.run.try_event(Event.COMPRESSED, step=job.step, share=share, seconds=seconds, **needs)
-        if self._leader:
-            try:
-                self._remove(removed)
-            except OSError as error:
-                self._warn_untidy(error)
+        """Keep the steps in order; returns True: the save was one."""
+        self._tidying.tidy(compress)
         return True
-
-    def _warn_untidy(self, error: OSError) -> None:
-        self.run.try_event(Event.WARNING, reason=f"old checkpoints stay for now ({error})")
-
-    def _whole(self) -> dict[int, Manifest]:
-        """The manifests of all steps that nothing is wrong with."""
-        steps = self.run.published_steps()
-        return {
-            step: read_manifest(self._folder(step)) for step in steps if damage(self._folder(step)) is None
-        }
-
-    def _surplus(self, whole: Mapping[int, Manifest]) -> list[int]:
-        losses = eval_losses(self.run) if self.retention.keep_best > 0 else {}
-        return self.retention.surplus(_sizes(whole), losses, self._others_bytes(whole))
-
-    def _others_bytes(self, whole: Mapping[int, Manifest]) -> int:
-        names = {f"step_{step}" for step in whole}
-        others = [entry for entry in self.run.checkpoints.iterdir() if entry.name not in names]
-        return sum(path.stat().st_size for entry in others for path in entry.rglob("*"))
-
-    def _remove(self, surplus: Sequence[int]) -> None:
-        """Remove steps that no other one needs."""
-        if not surplus and self.retention.disk_budget_gb is None:
-            return
-        with locked_folder(self.run.checkpoints, LOCK_WAIT_S):
-            whole = self._whole()
-            gone = removable({step: storage(manifest) for step, manifest in whole.items()}, surplus)
-            for step in gone:
-                # At once: half a step would look like a damaged one.
-                path = self._folder(step).with_name(f"step_{step}{REMOVED}")
-                self._folder(step).rename(path)
-                shutil.rmtree(path, ignore_errors=True)
-        others_bytes = self._others_bytes(whole)
-        over_gb = self.retention.exceeded(_sizes(whole), gone, others_bytes)
-        if over_gb is not None and not self._told_budget:
-            self._told_budget = True
-            reason = (
-                f"checkpoints take {over_gb:.3g} GB more than checkpoint.disk_budget_gb="
-                f"{self.retention.disk_budget_gb:g} with nothing left to remove: raise it"
-            )
-            self.run.try_event(Event.WARNING, reason=reason)
 
     def recover(self) -> None:
         """Publish what an earlier start has kept on the nodes' own disks, if that is newer. Collective.
@@ -313,11 +244,16 @@ class CheckpointStore:
             )
 
     def _newest_written(self) -> tuple[int, float]:
-        """The newest whole step, and when it was written, s since the epoch; (-1, 0) without one."""
+        """The newest whole step, and when rank 0 began with it, s since the epoch; (-1, 0) without one.
+
+        Raises OSError.
+        """
         for step in reversed(self.run.published_steps()):
-            if damage(self._folder(step)) is None:
-                # The other files may be replaced later.
-                return step, (self._folder(step) / METADATA).stat().st_mtime
+            with suppress(ValueError):
+                began = whole(self._folder(step)).began
+                # The storage's clock, by the one file that is never replaced later.
+                written = (self._folder(step) / METADATA).stat().st_mtime
+                return step, written if began is None else began
         return -1, 0.0
 
     def newest(self) -> Manifest | None:
@@ -421,7 +357,3 @@ class CheckpointStore:
             path = self._folder(step)
             shutil.rmtree(path.with_name(path.name + DAMAGED), ignore_errors=True)
             path.rename(path.with_name(path.name + DAMAGED))
-
-
-def _sizes(whole: Mapping[int, Manifest]) -> list[Whole]:
-    return [Whole(step, manifest.bytes, manifest.verified) for step, manifest in whole.items()]

@@ -6,6 +6,7 @@ into that of the training collectives.
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,8 @@ class Snapshot:
     """Of tensors; see `TrainState.state_dict`."""
     stored: Mapping[TreePath, Stored] = field(default_factory=dict)
     """The values of those that have none."""
+    began: float = field(default_factory=time.time)
+    """When this rank began with the step, s since the epoch; rank 0's counts."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Writer:
         run over.
         """
         reason = self.agree(lambda: self.write_files(snapshot, temporary))
-        return self.publish(snapshot.step, temporary, final, reason)
+        writer = replace(self, manifest=replace(self.manifest, began=snapshot.began))
+        return writer.publish(snapshot.step, temporary, final, reason)
 
     def publish(self, step: int, temporary: Path, final: Path, reason: str | None = None) -> str | None:
         """Read back what the ranks have put into `temporary`, unless that has failed for a `reason`, and publish it.

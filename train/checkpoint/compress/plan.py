@@ -61,6 +61,17 @@ def removable(steps: Mapping[int, Step], surplus: Collection[int]) -> list[int]:
     return sorted(set(steps) & set(surplus) - needed)
 
 
+def stranded(steps: Mapping[int, Step], surplus: Collection[int]) -> list[int]:
+    """Return steps that need one of `surplus`, and these, but for the newest step and what that needs."""
+    if not steps:
+        return []
+    parents = {step: one.parent for step, one in steps.items()}
+    pinned = set(surplus) & set(steps)
+    safe = {step for step in steps if _needs(max(steps), step, parents)}
+    lost = {step for step in steps if any(_needs(step, one, parents) for one in pinned)}
+    return sorted(lost - safe)
+
+
 def chain(step: int, parents: Mapping[int, int | None]) -> int:
     """How many steps `step` needs, one after the other."""
     length = 0

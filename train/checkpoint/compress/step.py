@@ -45,6 +45,8 @@ class Place:
     begin: int
     nbytes: int
     itemsize: int
+    xxh3: str | None = None
+    """The hash that they should have."""
 
 
 Places = Mapping[tuple[str, Box], Place]
@@ -111,10 +113,13 @@ def compress_file(
             with target.open("wb") as file:
                 writer = ContainerWriter(file)
                 gains = []
-                for tensor, region in regions:
-                    stored = writer.add(
+                for tensor, region, expected in regions:
+                    stored, found = writer.add(
                         region, _reader(source, name, check), None if other is None else other.read_into
                     )
+                    # What is stored anew hides what was there: damage would never be found again.
+                    if expected not in (None, found):
+                        raise DamagedError(f"a slice of {tensor} in {name} is not what was written")
                     gains.append(Gain(tensor, region.method, region.nbytes, stored))
                 writer.finish()
                 file.flush()
@@ -232,19 +237,19 @@ def _regions(
     parent: Parent | None,
     other: StepFiles | None,
     rounded: bool,
-) -> list[tuple[str, Region]]:
-    """Cut a file into slices' values and what lies between, each with the method that gains most; with its tensor."""
+) -> list[tuple[str, Region, str | None]]:
+    """Cut a file into slices' values and what lies between, each with the method that gains most, and hash."""
     own = sorted(
         ((place, key) for key, place in places.items() if place.file == name and place.nbytes),
         key=lambda one: one[0].begin,
     )
-    regions: list[tuple[str, Region]] = []
+    regions: list[tuple[str, Region, str | None]] = []
     at = 0
     for place, key in own:
         if place.begin < at or place.nbytes % place.itemsize:
             raise DamagedError(f"the slices of {name} overlap at byte {place.begin}")
         if place.begin > at:
-            regions.append(("", Region(at, place.begin - at, 1, Method.PLAIN)))
+            regions.append(("", Region(at, place.begin - at, 1, Method.PLAIN), None))
         same = None if parent is None else parent.places.get(key)
         if same is not None and (same.nbytes, same.itemsize) != (place.nbytes, place.itemsize):
             same = None
@@ -256,13 +261,13 @@ def _regions(
             ]
         if rounded and place.itemsize in _ROUNDED_ITEMSIZES:
             candidates.append(replace(candidates[0], method=Method.ROUNDED))
-        regions.append((key[0], _best(source, name, candidates, other)))
+        regions.append((key[0], _best(source, name, candidates, other), place.xxh3))
         at = place.begin + place.nbytes
     end = source.size(name)
     if at > end:
         raise DamagedError(f"{name} ends after {end} bytes")
     if end > at:
-        regions.append(("", Region(at, end - at, 1, Method.PLAIN)))
+        regions.append(("", Region(at, end - at, 1, Method.PLAIN), None))
     return regions
 
 
