@@ -19,7 +19,7 @@ from train.checkpoint.compressing import Compression
 from train.checkpoint.fast import FastTier
 from train.checkpoint.flight import Flight
 from train.checkpoint.manifest import METADATA, Manifest, read_manifest
-from train.checkpoint.reader import Phases, SafeReader, damage, load_tree, whole
+from train.checkpoint.reader import Phases, SafeReader, load_tree, whole
 from train.checkpoint.recover import recover
 from train.checkpoint.retain import Retention
 from train.checkpoint.slices import DamagedError
@@ -262,18 +262,8 @@ class CheckpointStore:
         Damaged steps are passed over with a warning. When there are steps but none is whole, that is an
         error: starting from nothing would throw the run away.
         """
-        found: Manifest | None = None
-        news: dict[int, str] = {}
-        if self._leader:
-            for step in reversed(self.run.published_steps()):
-                if step in self._damaged:
-                    continue
-                problem = damage(self._folder(step))
-                if problem is None:
-                    found = read_manifest(self._folder(step))
-                    break
-                news[step] = f"checkpoint step_{step} of run {self.run.name} is damaged: {problem}"
-            self._damaged |= news
+        found, news = together(self.group, self._look)
+        self._damaged |= news
         found, problems = broadcast((found, list(self._damaged.values())), self.group)
         if found is None and problems:
             kind = UserError if self._leader else ReportedError
@@ -284,6 +274,24 @@ class CheckpointStore:
         for step, problem in news.items():
             self._warn(step, problem)
         return found
+
+    def _look(self) -> tuple[Manifest | None, dict[int, str]]:
+        """Rank 0: the newest whole step, and what is wrong with newer ones that nobody has told of."""
+        news: dict[int, str] = {}
+        if not self._leader:
+            return None, news
+        try:
+            for step in reversed(self.run.published_steps()):
+                if step in self._damaged:
+                    continue
+                try:
+                    return whole(self._folder(step)), news
+                except ValueError as error:
+                    news[step] = f"checkpoint step_{step} of run {self.run.name} is damaged: {error}"
+        except OSError as error:
+            reason = f"{self.run.checkpoints} cannot be read ({error.strerror}): look at its file system"
+            raise UserError(reason) from error
+        return None, news
 
     def restore(self, state: TrainState, manifest: Manifest) -> Manifest:
         """Restore `state` from the step that `newest` returned; return what it was restored from. Collective.
