@@ -92,6 +92,7 @@ def train(parts: Parts) -> Outcome:
         micro_batches = next(parts.loader).micro_batches
         loss = parts.engine.train(micro_batches, scale.value)
         grad_norm = clip_grad_norm(optimizer, config.loop.clip_norm, parts.mesh, copies, scale.value)
+        parts.checkpoints.before_update()
         if scale.passes(grad_norm):
             optimizer.step()
         elif scale.exhausted:

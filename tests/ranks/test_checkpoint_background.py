@@ -82,6 +82,49 @@ def test_what_is_saved_is_the_state_of_its_step(
     assert stalls[2] is None and stalls[3] == pytest.approx(saved[0]["stall_s"], abs=0.05)
 
 
+def train_while_copying(overrides: list[str]) -> tuple[ExitCode, float]:
+    """Train; each copy in the background begins late. Return how long updates have waited for it, too."""
+    fill, before_update = Staging.fill, CheckpointStore.before_update
+    waited_s = 0.0
+
+    def late(self: Staging) -> None:
+        time.sleep(0.2)
+        fill(self)
+
+    def timed(self: CheckpointStore) -> None:
+        nonlocal waited_s
+        began_s = time.monotonic()
+        before_update(self)
+        waited_s += time.monotonic() - began_s
+
+    with (
+        mock.patch.object(Staging, "fill", late),
+        mock.patch.object(CheckpointStore, "before_update", timed),
+    ):
+        return train_toy(overrides), waited_s
+
+
+@pytest.mark.req("C9", "A22")
+@pytest.mark.parametrize(("size", "layout"), [(1, "zero=0"), (2, "zero=3"), (2, "pp=2")])
+def test_weights_change_only_when_their_copy_is_made(
+    ranks: Ranks, toy_tokens: Path, tmp_path: Path, size: int, layout: str
+) -> None:
+    """It is made beside the next forward and backward pass; what an update waits for it counts as a stall."""
+    settings = [*COMMON, "loop.steps=5", "checkpoint.every_steps=2", f"parallel.{layout}"]
+    waits = toy_overrides(toy_tokens, tmp_path, "waits", *settings, "checkpoint.background=false")
+    assert ranks(size, train_toy, waits) == [0] * size
+    beside = toy_overrides(toy_tokens, tmp_path, "beside", *settings)
+    found = ranks(size, train_while_copying, beside)
+    assert all(code is ExitCode.FINISHED for code, _ in found)
+    runs = [RunFolder(tmp_path / name) for name in ("waits", "beside")]
+    for step in (2, 4, 5):
+        one, other = (read_manifest(run.checkpoints / f"step_{step}") for run in runs)
+        assert one.tensors == other.tensors, step
+    stalls = [line["save_stall_s"] for line in read_json_lines(runs[1].metrics) if "save_stall_s" in line]
+    _, waited_s = found[0]
+    assert 0 < waited_s <= sum(stalls) and waited_s < 0.5
+
+
 @pytest.mark.req("C9", "A22")
 def test_a_stop_waits_for_the_save_in_flight(ranks: Ranks, toy_tokens: Path, tmp_path: Path) -> None:
     settings = [*COMMON, "loop.steps=9", "checkpoint.every_steps=2"]
@@ -196,10 +239,12 @@ def test_a_folder_that_may_not_be_written_any_more_costs_the_steps_of_that_time(
             if dist.get_rank() == 0 and (at, step) == (moment, 4):
                 shut_out.enter_context(unwritable(folder))
 
-        def seen_attempts(store: CheckpointStore, flight: Any, snapshot: Any, *rest: Any) -> bool:
+        def seen_attempts(
+            store: CheckpointStore, flight: Any, snapshot: Any, *rest: Any, **more: Any
+        ) -> bool:
             lose("before", snapshot.step)
             try:
-                return attempts(store, flight, snapshot, *rest)
+                return attempts(store, flight, snapshot, *rest, **more)
             finally:
                 shut_out.close()
 

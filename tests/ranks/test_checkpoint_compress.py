@@ -47,7 +47,7 @@ def told(run: RunFolder, kind: Event) -> list[dict[str, Any]]:
 
 
 @pytest.mark.req("A15")
-@pytest.mark.parametrize(("size", "layout"), [(1, "zero=0"), (2, "zero=3"), (4, "tp=2 pp=2")])
+@pytest.mark.parametrize(("size", "layout"), [(2, "zero=3"), (4, "tp=2 pp=2")])
 def test_a_run_goes_on_from_a_delta_as_from_a_plain_step(
     ranks: Ranks, toy_tokens: Path, tmp_path: Path, size: int, layout: str
 ) -> None:

@@ -75,8 +75,6 @@ COMPOSED = [
     (4, "pp=2 cp=2 data.mask_documents=true"),
     (4, "pp=2 cp=2 context=ring schedule=zbv"),
     (8, "pp=2 tp=2 zero=2 schedule=zbv"),
-    (8, "tp=2 cp=2 zero=3 micro_batch_size=8"),
-    (8, "pp=2 tp=2 cp=2 context=ring schedule=dualpipev"),
     (2, "pp=2 recompute=selective"),
     (4, "tp=2 zero=3 recompute=full micro_batch_size=8"),
     # One layer keeps less than the next, and the second stage more than the first.
@@ -111,6 +109,8 @@ LONG = [
     (8, "tp=2 cp=2 zero=2 context=ring"),
     (8, "pp=2 cp=2 zero=3 context=ring micro_batch_size=2"),
     (8, "pp=2 tp=2 cp=2"),
+    (8, "tp=2 cp=2 zero=3 micro_batch_size=8"),
+    (8, "pp=2 tp=2 cp=2 context=ring schedule=dualpipev"),
     (4, "cp=2 zero=2 context=ring recompute=selective"),
     (8, "pp=2 tp=2 zero=2 recompute=full data.mask_documents=true micro_batch_size=2"),
     (16, "pp=2 tp=2 cp=2 dp_shard=2 zero=2 context=ring"),

@@ -17,6 +17,10 @@ class Flight:
     step: int
     attempts: int = 0
     """That have begun so far."""
+    stall_s: float = 0.0
+    """How long training has stood still for it."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set when the state may change again."""
     _outcome: "Future[bool]" = field(default_factory=Future)
 
     def begin(self, work: Callable[[], bool]) -> None:
@@ -51,3 +55,5 @@ class Flight:
             self._outcome.set_result(work())
         except BaseException as error:
             self._outcome.set_exception(error)
+        finally:
+            self.copied.set()

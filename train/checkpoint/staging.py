@@ -61,16 +61,24 @@ class Staging:
         self._pinned = pinned
         self._pool: BufferPool | None = None
         self._buffers: dict[Key, Tensor] = {}
+        self._rest: list[tuple[Tensor, Tensor]] = []
+        """Buffers that are to be filled yet, each with what goes into it."""
 
     @property
     def held_bytes(self) -> int:
         """Memory that is taken."""
         return 0 if self._pool is None else self._pool.held_bytes
 
-    def copy(self, tree: dict[str, Any], chosen: Collection[Key]) -> dict[str, Any] | None:
+    def copy(
+        self,
+        tree: dict[str, Any],
+        chosen: Collection[Key],
+        later: Callable[[Key], bool] = lambda key: False,
+    ) -> dict[str, Any] | None:
         """Return a copy of a tree of tensors; None where there is no room for it.
 
-        It is overwritten by the next. Tensors that are not `chosen` have a shape and no values. Sharded ones keep their
+        Those of which `later` is true are copied by `fill`, and must not change until then. The copy is overwritten by
+        the next. Tensors that are not `chosen` have a shape and no values. Sharded ones keep their
         place in the layout; of each only what is here is copied.
         """
         leaves = dict(leaves_of(tree))
@@ -85,7 +93,9 @@ class Staging:
             if self._pool is None:
                 return None
         for key, tensor in here.items():
-            self._buffers[key].copy_(tensor, non_blocking=True)
+            if not later(key):
+                self._buffers[key].copy_(tensor, non_blocking=True)
+        self._rest = [(self._buffers[key], tensor) for key, tensor in here.items() if later(key)]
         if self._pinned:
             torch.cuda.current_stream().synchronize()
         copied = {
@@ -95,6 +105,21 @@ class Staging:
             for key, leaf in leaves.items()
         }
         return _tree(tree, (), copied)
+
+    def fill(self) -> None:
+        """Copy what `copy` has left for later; from any thread, one at a time."""
+        rest, self._rest = self._rest, []
+        if not self._pinned:
+            for buffer, tensor in rest:
+                buffer.copy_(tensor)
+            return
+        # Beside what the GPU computes: nothing that was asked of it before `copy` is still under way.
+        device = next((tensor.device for _, tensor in rest if tensor.is_cuda), None)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            for buffer, tensor in rest:
+                buffer.copy_(tensor, non_blocking=True)
+        stream.synchronize()
 
     def close(self) -> None:
         """Give the memory up; nothing may read a copy any more."""

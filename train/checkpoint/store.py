@@ -95,11 +95,11 @@ class CheckpointStore:
     def save(self, state: TrainState, background: bool = False, urgent: bool = False) -> bool:
         """Write and publish the state of `state.step`; return whether that worked, the same on every rank.
 
-        In the `background` only a copy is made now, and True is no more than a promise: `poll` and `wait` tell what
-        has become of it. Compression is left to the background in any case, and to the next save where this
-        one is `urgent`. A failed save is tried once more and then given up with a warning event: the caller decides
-        whether training can go on without it. Raises `PeerError` when another process has taken the run over, as
-        `poll` and `wait` do.
+        In the `background` a copy is made, of weights and moments until `before_update` returns, and True is no more
+        than a promise: `poll` and `wait` tell what has become of it. Compression is left to the background in any case,
+        and to the next save where this one is `urgent`. A failed save is tried once more and then given up with a
+        warning event: the caller decides whether training can go on without it. Raises `PeerError` when another process
+        has taken the run over, as `poll` and `wait` do.
         """
         began_s = time.monotonic()
         self.wait()
@@ -110,19 +110,32 @@ class CheckpointStore:
         staged = self._staged(snapshot) if background else None
         flight = Flight(state.step)
         if staged is None and not (background and self._kept(snapshot)):
-            saved = self._attempts(flight, snapshot, began_s, None)
+            saved = self._attempts(flight, snapshot, began_s, waits=True)
             self.newest_step = state.step if saved else self.newest_step
             if saved and (urgent or not self.wish.compress):
                 self._tidy(compress=not urgent)
             elif saved:
                 # Files are all that it needs: nobody has to wait.
+                flight.copied.set()
                 self._begin(flight, lambda: self._tidy(compress=True))
         else:
             saved = True
-            stall_s = time.monotonic() - began_s
-            self._begin(flight, partial(self._save_and_tidy, flight, staged or snapshot, began_s, stall_s))
+            if staged is None:
+                flight.copied.set()  # the nodes' disks have it
+            flight.stall_s = time.monotonic() - began_s
+            self._begin(flight, partial(self._save_and_tidy, flight, staged or snapshot, began_s))
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - began_s
         return saved
+
+    def before_update(self) -> None:
+        """Wait until weights and moments may change: until then they are copied, beside what else is computed."""
+        if self._flight is None or self._flight.copied.is_set():
+            return
+        began_s = time.monotonic()
+        self._flight.copied.wait()
+        waited_s = time.monotonic() - began_s
+        self._flight.stall_s += waited_s
+        self._stall_s = (self._stall_s or 0.0) + waited_s
 
     def poll(self) -> bool | None:
         """Return whether a save in the background has worked that has ended since the last call; None without one."""
@@ -157,8 +170,12 @@ class CheckpointStore:
         self._compression.begin()
         flight.begin(work)
 
-    def _save_and_tidy(self, flight: Flight, snapshot: Snapshot, began_s: float, stall_s: float) -> bool:
-        return self._attempts(flight, snapshot, began_s, stall_s) and self._tidy(compress=True)
+    def _save_and_tidy(self, flight: Flight, snapshot: Snapshot, began_s: float) -> bool:
+        if not flight.copied.is_set():
+            assert self.staging is not None
+            self.staging.fill()
+            flight.copied.set()
+        return self._attempts(flight, snapshot, began_s, waits=False) and self._tidy(compress=True)
 
     def _land(self) -> bool:
         assert self._flight is not None
@@ -174,7 +191,7 @@ class CheckpointStore:
         if self.staging is None or snapshot.stored:
             return None
         self._share = self._share or Share(self.group)
-        tree = self.staging.copy(snapshot.tree, self._share.of(snapshot.tree))
+        tree = self.staging.copy(snapshot.tree, self._share.of(snapshot.tree), _changes_in_updates)
         if tree is None:
             reason = (
                 f"rank {dist.get_rank(self.group)} has no memory of the host for a copy of its state: step "
@@ -191,21 +208,21 @@ class CheckpointStore:
     def _writer(self) -> Writer:
         return Writer(self.group, self.manifest, self.check_owner, self.rounding)
 
-    def _attempts(self, flight: Flight, snapshot: Snapshot, began_s: float, stall_s: float | None) -> bool:
-        """Save, in whichever thread; `stall_s`: how long training was held up, None where it still is."""
+    def _attempts(self, flight: Flight, snapshot: Snapshot, began_s: float, waits: bool) -> bool:
+        """Save, in whichever thread; `waits`: whether training does meanwhile."""
         step = snapshot.step
         write = self._writer().write if self.fast is None else partial(self.fast.save, self._writer())
         for attempt in range(ATTEMPTS):
             if attempt > 0:
                 time.sleep(PAUSE_S)
             flight.attempts += 1
-            if stall_s is None:
+            if waits:
                 beat(Phase.SAVE)
             reason = write(snapshot, self._temporary(step), self._folder(step))
             if reason is None:
                 if self._leader:
                     seconds = time.monotonic() - began_s
-                    stalled_s = seconds if stall_s is None else stall_s
+                    stalled_s = seconds if waits else flight.stall_s
                     self.run.try_event(
                         Event.SAVED, step=step, seconds=round(seconds, 3), stall_s=round(stalled_s, 3)
                     )
@@ -365,3 +382,8 @@ class CheckpointStore:
             path = self._folder(step)
             shutil.rmtree(path.with_name(path.name + DAMAGED), ignore_errors=True)
             path.rename(path.with_name(path.name + DAMAGED))
+
+
+def _changes_in_updates(key: tuple[str, ...]) -> bool:
+    """Whether a tensor, by its place in the tree, only changes when the optimizer steps."""
+    return key[0] in ("model", "optimizer")
