@@ -209,7 +209,16 @@ def test_ranks_that_crash_after_slurm_asked_their_agent_to_stop_are_not_restarte
 
 
 def agents_below(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Agents that a process has started; this one may have other children too, of other tests."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if AGENT[-1] in _command_of(child)]
+
+
+def _command_of(pid: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:  # it has ended
+        return []
 
 
 def test_a_stop_request_before_the_ranks_run_begins_nothing(world: World) -> None:
