@@ -9,15 +9,13 @@ import typer
 
 from contract.errors import ConfigError, closest
 from tools.bytes_shown import bytes_bar, size
-from train.checkpoint.config import DELTA_CHAIN, LOSSY_ERROR
+from train.checkpoint.config import DELTA_CHAIN, LEAST_LOSSY_ERROR, LOSSY_ERROR
 
 if TYPE_CHECKING:
     from tools.ckpt.compress import Compressor, Done
 
 Paths = Annotated[list[Path], typer.Argument(metavar="STEP|RUN...", help="Steps; of a run, all.")]
 LOSSY = ("moments", "all")
-LEAST_ERROR = 2**-8
-"""As of `checkpoint.lossy_error`."""
 
 
 def compress_steps(
@@ -50,8 +48,10 @@ def compress_steps(
         raise ConfigError(f"--lossy {lossy}: there is no such way, {closest(lossy, LOSSY)}")
     elif out is None:
         raise ConfigError("--lossy rounds values for good: give --out DIR for the new step")
-    if largest_error is not None and not LEAST_ERROR < largest_error <= 1:
-        raise ConfigError(f"--largest-error is {largest_error}: must be above {LEAST_ERROR} and at most 1")
+    if largest_error is not None and not LEAST_LOSSY_ERROR < largest_error <= 1:
+        raise ConfigError(
+            f"--largest-error is {largest_error}: must be above {LEAST_LOSSY_ERROR} and at most 1"
+        )
     steps = [step for path in paths for step in steps_in(path)]
     done = []
     for step in steps:

@@ -7,9 +7,9 @@ import torch
 
 from contract.errors import UserError
 from contract.run_folder import RunFolder
+from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import NAME, Manifest, read_manifest
 from train.checkpoint.reader import SafeReader, damage, load_tree
-from train.checkpoint.slices import DamagedError
 from train.config import read_config
 from train.data.metadata import Metadata
 from train.model.config import ModelConfig

@@ -165,6 +165,7 @@ class Launch:
         if newest is not None:
             found = newest
             together(control, lambda: check_continues(config, found, checkpoints.manifest))
+            # Before anything large is read; and again below, where damage may have led to an older step.
             together(control, lambda: check_exact(config, found))
         # Random weights take minutes for a large model: only where nothing replaces them.
         fresh = newest is None and config.run.init_from is None
@@ -415,7 +416,7 @@ class Launch:
                     step=state.step,
                     tokens=state.tokens,
                     load_s=round(self._load_s, 3),
-                    phases=_rounded(checkpoints.load_phases),
+                    phases=_told(checkpoints.load_phases),
                     start=start_number(),
                 )
             for name in self._request.replaced:
@@ -466,7 +467,7 @@ def _who_trains(world: bootstrap.World) -> str:
     return f"{ranks} started by {LAUNCHERS.get(world.launcher, world.launcher)}"
 
 
-def _rounded(phases: Phases | None) -> dict[str, float]:
+def _told(phases: Phases | None) -> dict[str, float]:
     return {} if phases is None else {name: round(value, 3) for name, value in asdict(phases).items()}
 
 

@@ -26,6 +26,22 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 MODEL = {"vocab_size": 64, "dim": 32, "layers": 1, "heads": 2, "ffn_dim": 48, "max_sequence_length": 16}
 
 
+DTYPES = (
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+)
+"""Of tensors in checkpoints, beside float32 and int64."""
+
+
+def in_all_types(tensor: Tensor, *more: torch.dtype) -> dict[str, Tensor]:
+    """A tensor of float32 in other types, by their names."""
+    return {str(dtype).removeprefix("torch."): tensor.to(dtype) for dtype in (*DTYPES, *more)}
+
+
 class CutPlanner(dcp.DefaultSavePlanner):
     """Saves chosen tensors in boxes, as if several ranks had them."""
 

@@ -152,6 +152,15 @@ def test_any_member_of_a_chain_is_whole_and_restored(chain: Path, origin: Path, 
     assert contents(steps[2]) == contents(step(origin, 30))
 
 
+def test_a_step_that_is_stored_anew_is_as_old_as_before(origin: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(origin, tmp_path / "run"))
+    step = steps_in(run)[0]
+    an_hour_ago = time.time() - 3600
+    os.utime(step / ".metadata", (an_hour_ago, an_hour_ago))
+    Compressor().compress(step)
+    assert steps_of(run)[0].age_s > 3500
+
+
 def test_a_step_goes_to_another_parent_and_to_none(chain: Path) -> None:
     before = hashes(step(chain, 40))
     done = Compressor().delta(step(chain, 40), step(chain, 10))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness.checkpoints import MODEL, Box, flat, load_dcp, save_dcp, save_ours, seal, state
+from harness.checkpoints import MODEL, Box, flat, in_all_types, load_dcp, save_dcp, save_ours, seal, state
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -60,18 +60,8 @@ def tree() -> dict[str, Any]:
     """A state of training, and tensors of all types."""
     generator = torch.Generator().manual_seed(1)
     matrix = torch.randn(13, 7, generator=generator)
-    dtypes = (
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int8,
-        torch.uint16,
-        torch.complex64,
-    )
     extra = {
-        **{str(dtype)[6:]: matrix.to(dtype) for dtype in dtypes},
+        **in_all_types(matrix, torch.uint16, torch.complex64),
         "flag": torch.tensor([True, False, True]),
         "cube": torch.randn(3, 4, 5, generator=generator),
         "empty": torch.empty(0, 3),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.checkpoints import Box, flat, save_dcp, save_ours, state
+from harness.checkpoints import Box, flat, in_all_types, save_dcp, save_ours, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -34,16 +34,8 @@ def raw(tensor: Tensor) -> bytes:
 def mixed() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(13, 7, generator=generator)
-    dtypes = (
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int8,
-    )
     return {
-        **{str(dtype): matrix.to(dtype) for dtype in dtypes},
+        **in_all_types(matrix),
         "matrix": matrix,
         "scalar": torch.tensor(5),
         "flag": torch.tensor([True, False]),

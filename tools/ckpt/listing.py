@@ -14,7 +14,7 @@ from tools.ckpt.source import Source
 from tools.ckpt.steady import steadily
 from tools.ckpt.stored import form_of
 from tools.ckpt.validate import check
-from train.checkpoint.manifest import NAME as MANIFEST
+from train.checkpoint.manifest import METADATA
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def steps_of(run: Path) -> list[Step]:
 
 def _step(path: Path) -> Step:
     number = STEP_FOLDER.match(path.name)
-    manifest = path / MANIFEST
-    written = manifest if manifest.is_file() else path
+    # The manifest is written anew when a step is stored in another way.
+    written = path / METADATA if (path / METADATA).is_file() else path
     age_s = time.time() - written.stat().st_mtime
     if number is None:
         state = "set aside" if path.name.endswith(".damaged") else "unfinished"

@@ -9,6 +9,8 @@ from train.checkpoint.manifest import LONGEST_CHAIN
 LARGEST = 1e12
 DELTA_CHAIN = 4
 LOSSY_ERROR = 0.1
+LEAST_LOSSY_ERROR = 2**-8
+"""What rounding to the nearest value that has a code makes of bfloat16 in any case."""
 
 
 class Compress(StrEnum):
@@ -132,8 +134,8 @@ class CheckpointConfig:
             f"checkpoint.delta_chain={self.delta_chain} changes nothing without checkpoint.compress=delta: set both",
         )
         _require(
-            2**-8 < self.lossy_error <= 1,
-            f"checkpoint.lossy_error={self.lossy_error}: must be above {2**-8} and at most 1",
+            LEAST_LOSSY_ERROR < self.lossy_error <= 1,
+            f"checkpoint.lossy_error={self.lossy_error}: must be above {LEAST_LOSSY_ERROR} and at most 1",
         )
         _require(
             self.lossy_error == LOSSY_ERROR or self.lossy is not Lossy.none,

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from train.checkpoint.compress.files import StepFiles
 from train.checkpoint.digests import Box
-from train.checkpoint.errors import DamagedError as DamagedError
-from train.durable import drop_from_memory as drop_from_memory
+from train.checkpoint.errors import DamagedError
 
 _LOCAL_HEADER_BYTES = 30
 

@@ -16,13 +16,13 @@ from contract.run_folder import Event, RunFolder, job_identity, start_number
 from train.checkpoint.compress.plan import Wish
 from train.checkpoint.compress.rounding import Rounding
 from train.checkpoint.compressing import Compression
+from train.checkpoint.errors import DamagedError
 from train.checkpoint.fast import FastTier
 from train.checkpoint.flight import Flight
 from train.checkpoint.manifest import METADATA, Manifest, read_manifest
 from train.checkpoint.reader import Phases, SafeReader, load_tree, whole
 from train.checkpoint.recover import recover
 from train.checkpoint.retain import Retention
-from train.checkpoint.slices import DamagedError
 from train.checkpoint.staging import Share, Staging
 from train.checkpoint.tidy import TEMPORARY, Tidying
 from train.checkpoint.write import Snapshot, Writer, broadcast, causes

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from contract.errors import PeerError
 from train.checkpoint.compress.rounding import Rounding
 from train.checkpoint.digests import FOLDER, Digest, file_name, read_digests, read_rounded, write_digests
+from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import METADATA, Manifest
 from train.checkpoint.reader import SafeReader
 from train.checkpoint.rest import PlacingWriter, rest_digests
-from train.checkpoint.slices import DamagedError
 from train.checkpoint.stored import HashingPlanner, Stored
 from train.checkpoint.stored import Path as TreePath
 from train.checkpoint.verify import ReadBack, deal, mismatch, read_back
