@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import threading
 import time
@@ -209,6 +210,9 @@ def test_a_failed_save_does_not_end_the_training(ranks: Ranks, toy_tokens: Path,
     warnings = [event["reason"] for event in run.read_events() if event["event"] == Event.WARNING]
     assert "saving step 2 failed" in warnings[0]
     assert "attempt 2 of 2" in warnings[1]
+    assert re.search(rf"; [\d,]+ MB are free in {re.escape(str(run.checkpoints))}$", warnings[0]), (
+        "a full disk shows in that"
+    )
     assert run.published_steps() == [4, 6]
 
 

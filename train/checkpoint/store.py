@@ -228,10 +228,18 @@ class CheckpointStore:
                     )
                 return True
             if self._leader:
-                said = f"saving step {step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}"
+                said = f"saving step {step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}{self._room()}"
                 self.run.try_event(Event.WARNING, step=step, reason=said)
                 self._tidying.make_room()
         return False
+
+    def _room(self) -> str:
+        """Say how much is free: where the disk is full, torch does not say so."""
+        try:
+            free = shutil.disk_usage(self.run.checkpoints).free
+        except OSError:
+            return ""
+        return f"; {free / 1e6:,.0f} MB are free in {self.run.checkpoints}"
 
     def _tidy(self, compress: bool) -> bool:
         """Keep the steps in order; returns True: the save was one."""
