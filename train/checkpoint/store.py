@@ -228,7 +228,9 @@ class CheckpointStore:
                     )
                 return True
             if self._leader:
-                said = f"saving step {step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}{self._room()}"
+                said = (
+                    f"saving step {step} failed ({reason}), attempt {attempt + 1} of {ATTEMPTS}{self._room()}"
+                )
                 self.run.try_event(Event.WARNING, step=step, reason=said)
                 self._tidying.make_room()
         return False
