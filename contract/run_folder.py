@@ -55,6 +55,8 @@ class Event(StrEnum):
     RESTARTED = "restarted"
     HUNG = "hung"
     NODE_FAILED = "node_failed"
+    NETWORK_TESTED = "network_tested"
+    """What lies between the nodes was measured, and judged."""
     FINISHED = "finished"
     FAILED = "failed"
     PRECISION_CHANGED = "precision_changed"
@@ -124,6 +126,11 @@ class RunFolder:
     def logs(self) -> Path:
         """Logs of jobs and ranks."""
         return self.path / "logs"
+
+    @property
+    def nccl(self) -> Path:
+        """What the network test has found: of the run's own preflight, or of a job that only tests."""
+        return self.path / "nccl"
 
     @property
     def heartbeat(self) -> Path:

@@ -14,6 +14,7 @@ import configs.compose
 from contract.errors import ConfigError
 from contract.run_folder import RunFolder
 from train.checkpoint.config import CheckpointConfig
+from train.comm.config import CommConfig
 from train.layout.config import ParallelConfig
 from train.layout.synonyms import IMPLIED, SYNONYMS
 from train.model.config import ModelConfig
@@ -170,6 +171,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -243,6 +245,7 @@ class TrainConfig:
         self.parallel.validate()
         self.precision.validate()
         self.offload.validate()
+        self.comm.validate()
         micro, total = self.parallel.micro_batch_size, self.loop.global_batch_size
         _require(
             total is not None or self.parallel.gradient_accumulation_steps is not None,
@@ -307,6 +310,8 @@ def finish(config: TrainConfig) -> TrainConfig:
         config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
     config.data.prefix = str(Path(config.data.prefix).expanduser().absolute())
     config.offload.nvme_path = [str(Path(path).expanduser().absolute()) for path in config.offload.nvme_path]
+    if config.comm.plan is not None:
+        config.comm.plan = str(Path(config.comm.plan).expanduser().absolute())
     if config.offload.nvme_settings is not None:
         config.offload.nvme_settings = str(Path(config.offload.nvme_settings).expanduser().absolute())
     config.validate()

@@ -30,6 +30,8 @@ from train.checkpoint.staging import Staging
 from train.checkpoint.store import CheckpointStore
 from train.checkpoint.tidy import TEMPORARY
 from train.checkpoint.write import broadcast
+from train.comm.check import find_plan, no_use
+from train.comm.config import AllReduce
 from train.config import WATCH_MARGIN_S, TrainConfig
 from train.continuing import (
     changed_batch,
@@ -131,7 +133,7 @@ class Launch:
 
         beat(Phase.START)
         dims = together(control, lambda: self._lay_out())
-        mesh = Mesh.build(dims, device.type)
+        mesh = Mesh.build(dims, device.type, world.local_size)
         checkpoints = CheckpointStore(
             run=config.run_folder,
             # The watch on the pulse knows which rank it is that others wait for: it fires first.
@@ -258,8 +260,11 @@ class Launch:
             self._notes.append(reason)
 
     def _lay_out(self) -> ParallelDims:
-        world = self._world
-        return lay_out(self._config, world.size, world.local_size, on_gpus=self._device.type == "cuda")
+        config, world = self._config, self._world
+        dims = lay_out(config, world.size, world.local_size, on_gpus=self._device.type == "cuda")
+        if config.comm.allreduce is AllReduce.auto and not no_use(config, dims, world.local_size):
+            find_plan(config, world.local_size)
+        return dims
 
     def _check_memory(self, dims: ParallelDims) -> None:
         """Make sure that what this rank keeps fits where it runs, and tell (rank 0)."""

@@ -23,10 +23,11 @@ class Mesh:
     """dp_shard x cp: ranks that share one copy of the state."""
     hybrid: DeviceMesh
     """(dp_replicate, dp_shard x cp), two axes: shards inside, copies between."""
+    ranks_per_node: int
 
     @classmethod
-    def build(cls, dims: ParallelDims, device_type: str) -> "Mesh":
-        """Make the groups; every rank of the world calls."""
+    def build(cls, dims: ParallelDims, device_type: str, ranks_per_node: int | None = None) -> "Mesh":
+        """Make the groups; every rank of the world calls. `ranks_per_node` None: all are on one."""
         root = init_device_mesh(device_type, dims.shape, mesh_dim_names=AXES)
         shard = root["dp_shard", "cp"]._flatten("dp_shard_cp")
         return cls(
@@ -36,6 +37,7 @@ class Mesh:
             dp_cp=root["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
             shard=shard,
             hybrid=DeviceMesh._concatenate([root["dp_replicate"], shard]),
+            ranks_per_node=ranks_per_node or dims.ranks,
         )
 
     def __getitem__(self, axis: str) -> DeviceMesh:
@@ -50,3 +52,8 @@ class Mesh:
         """The process group of this rank along an axis."""
         group: dist.ProcessGroup = self.root[axis].get_group()
         return group
+
+    def by_node(self) -> DeviceMesh:
+        """Make the mesh (between, inside): all ranks as nodes and ranks of a node. Collective."""
+        shape = (self.dims.ranks // self.ranks_per_node, self.ranks_per_node)
+        return init_device_mesh(self.root.device_type, shape, mesh_dim_names=("between", "inside"))

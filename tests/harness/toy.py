@@ -59,9 +59,15 @@ class StopAfter(StopRequest):
         return "SIGUSR2" if self._looks_left < 0 else None
 
 
-def train_toy(overrides: list[str], stop_after: int | None = None) -> ExitCode:
-    """Run a toy configuration as this rank of the test's process group; only the last rank is told to stop."""
+def train_toy(
+    overrides: list[str], stop_after: int | None = None, ranks_per_node: int | None = None
+) -> ExitCode:
+    """Run a toy configuration as this rank of the test's process group; only the last rank is told to stop.
+
+    `ranks_per_node`: what the ranks take for a node; None is all of them.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
+    local = ranks_per_node or size
+    world = World(rank, size, rank % local, local, rank // local, size // local, launcher="test")
     request = StopAfter(stop_after, here=rank == size - 1)
     return run_rank(composed(overrides), request, world, torch.device("cpu"))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
+from train.comm.check import check_comm
 from train.layout.batch import check_batch, micro_batches, samples_per_step
 from train.layout.config import ContextMethod, ParallelConfig, Recompute
 from train.layout.dims import ParallelDims
@@ -38,6 +39,7 @@ def lay_out(
     except ConfigError as error:
         raise ConfigError(f"{error}{_possible(config, ranks, ranks_per_node or ranks)}") from None
     check_precision(config, dims)
+    check_comm(config, dims, ranks_per_node)
     if on_gpus:
         check_gpu(config)
     check_host_budget(config, dims, "cuda" if on_gpus else "cpu")

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
+from train.comm.check import no_use
+from train.comm.config import AllReduce
 from train.layout.check import fits, largest_degrees
 from train.layout.config import ParallelConfig
 from train.layout.dims import ParallelDims
@@ -39,6 +41,8 @@ def notes(config: "TrainConfig", dims: ParallelDims, ranks_per_node: int) -> lis
         found.append(
             f"parallel.zero={parallel.zero} shares nothing: it needs several ranks on dp_shard or cp, and there is one"
         )
+    if config.comm.allreduce is AllReduce.auto and (reason := no_use(config, dims, ranks_per_node)):
+        found.append(f"comm.allreduce=auto has nothing to choose: {reason}")
     return found
 
 

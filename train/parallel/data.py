@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from train.comm.replicas import choose_allreduce
 from train.config import TrainConfig
 from train.mesh import Mesh
 from train.model.llama import Llama
@@ -54,6 +55,7 @@ def replicate_plain(part: Llama, config: TrainConfig, mesh: Mesh, device: torch.
         # The tables of RoPE are the same on all ranks; else they would travel with each micro-batch.
         forward_sync_buffers=False,
     )
+    choose_allreduce(replicated, config, mesh, device)
     # As in a step, not in fp32: some attention has no such kernel. Compiled code for this shape would be of no use.
     with autocast(config.precision, device), torch.compiler.set_stance("force_eager"):
         _settle_buckets(replicated, device)
