@@ -1,0 +1,1 @@
+"""Test a machine's network: measure it, find the bad part, order the ranks, choose how to reduce."""
