@@ -69,24 +69,40 @@ def compose_tree(root: str, schema: type, overrides: Sequence[str]) -> tuple[Dic
 def fill(schema: type[T], overrides: Sequence[str]) -> T:
     """Fill `schema` from its defaults, the files of chosen groups (`cluster=lab`) and the other overrides.
 
-    For a root without a defaults list of its own: what `compose` would give, in a quarter of its time, which
-    a login node waits for.
+    A choice that ends in .yaml is the path of a file of the user's: `cluster=runs/n1/nccl/cluster.yaml`. For a root
+    without a defaults list of its own: what `compose` would give, in a quarter of its time, which a login node waits
+    for.
     """
     parsed = [parse_setting(text) for text in overrides]
     for override in parsed:
-        check_override(override, schema)
+        check_override(override, schema, files=True)
     try:
         tree = OmegaConf.structured(schema)
         for override in (one for one in parsed if is_group(one)):
             group = override.key_or_group
-            tree[group] = OmegaConf.merge(
-                tree[group], OmegaConf.load(FOLDER / group / f"{override.value()}.yaml")
-            )
+            tree[group] = OmegaConf.merge(tree[group], _load_choice(group, str(override.value())))
         for override in (one for one in parsed if not is_group(one)):
             OmegaConf.update(tree, override.key_or_group, override.value())
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     return to_schema(tree, schema)
+
+
+def _load_choice(group: str, choice: str) -> Any:
+    """Return what a group's file has; raises ConfigError for a file of the user's that is none."""
+    if not choice.endswith(".yaml"):
+        return OmegaConf.load(FOLDER / group / f"{choice}.yaml")
+    path = Path(choice).expanduser()
+    try:
+        tree = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"{group}={choice}: the file cannot be read ({reason}), give another") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{group}={choice}: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{group}={choice}: the file has no keys of a {group}, see configs/{group}/*.yaml")
+    return tree
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str] = ()) -> T:
@@ -246,12 +262,17 @@ def is_group(override: Override) -> bool:
     return (FOLDER / override.key_or_group).is_dir()
 
 
-def check_override(override: Override, schema: type, groups: bool = True) -> None:
-    """Raise ConfigError, with the closest names, unless `schema` has the key and the group the choice."""
+def check_override(override: Override, schema: type, groups: bool = True, files: bool = False) -> None:
+    """Raise ConfigError, with the closest names, unless `schema` has the key and the group the choice.
+
+    With `files` a choice may be the path of a .yaml file.
+    """
     key = override.key_or_group
     if groups and is_group(override):
         options = choices(key)
         value = override.value()
+        if files and isinstance(value, str) and value.endswith(".yaml"):
+            return
         if not isinstance(value, str) or value not in options:
             raise ConfigError(f"{key}={value}: there is no such {key}, {closest(str(value), options)}")
         return

@@ -1,0 +1,1 @@
+"""What nccl-tests and NCCL itself have written."""
