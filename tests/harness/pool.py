@@ -44,6 +44,13 @@ _CLEAN_UP_S = 20.0
 _TESTS = Path(__file__).resolve().parents[1]
 
 
+def start_fork_server() -> None:
+    """Start the process of which all ranks are forks, where it isn't there yet."""
+    forkserver.set_forkserver_preload(_PRELOAD)
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+
+
 class RanksError(RuntimeError):
     """Some rank raised, died or did not end in time; the text says what each rank did."""
 
@@ -121,9 +128,7 @@ class RankPool:
         self._seed = seed
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        forkserver.set_forkserver_preload(_PRELOAD)
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            forkserver.ensure_running()
+        start_fork_server()
 
     def run(
         self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any

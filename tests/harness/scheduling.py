@@ -2,10 +2,10 @@
 
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-TOGETHER = ("tests/slurm/", "tests/ranks/test_reshard.py")
+TOGETHER = ("tests/slurm/", "tests/ranks/test_reshard.py", "tests/network/")
 """Beginnings of the names of tests that share what is expensive to make: a lab, the checkpoints of many layouts.
 
-Those of the lab also wait more than they compute, while the other processes compute.
+Those of the lab and of real networks also wait more than they compute, while the other processes compute.
 """
 
 

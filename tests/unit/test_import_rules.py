@@ -21,6 +21,16 @@ ALLOWED = {
 }
 
 
+MEASURES_WITH = {
+    "train",  # for train.roll_call
+    "train.bootstrap",
+    "train.comm.hierarchical",
+    "train.resilience",  # for train.resilience.pulse
+    "train.resilience.process",
+    "train.resilience.pulse",
+}
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every module that a file imports, those inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -46,6 +56,13 @@ def test_packages_import_only_what_they_may(package: str) -> None:
             # The format of checkpoints is all of the trainer that the tools for them know.
             names = {name for name in imports_of(path) if name.split(".")[0] == "train"}
             assert all(name.startswith("train.checkpoint.") for name in names), path
+        if path.is_relative_to(ROOT / "tools/nccl/measure"):
+            allowed = allowed | {"train"}
+            # Ranks of the network test meet, watch each other and reduce as those of a training do.
+            names = {name for name in imports_of(path) if name.split(".")[0] == "train"}
+            assert names <= MEASURES_WITH, (path, names)
+        elif path.is_relative_to(ROOT / "tools/nccl"):
+            assert "torch" not in tops, path
         assert tops & set(OURS) <= allowed, path
         if package in ("contract", "configs", "slurm"):
             assert "torch" not in tops, path
@@ -71,6 +88,7 @@ def test_the_model_knows_nothing_of_the_trainer() -> None:
         "import tools.cli_ckpt_convert, tools.ckpt.convert",
         "import tools.cli_ckpt_compress, tools.ckpt.compress, tools.ckpt.lossy",
         "import tools.cli_ckpt_diff, tools.ckpt.diff, tools.ckpt.diff_html, tools.ckpt.diff_text",
+        "import tools.cli_nccl, tools.nccl.analyse, tools.nccl.report, tools.nccl.parsers.any_file",
         "import tools.cli_nvme, train.offload.nvme.measure, train.offload.nvme.store",
         "import sys; sys.argv = ['trierarch', 'train', '--cfg', 'job']\n"
         "from tools.cli import app\napp(standalone_mode=False)",

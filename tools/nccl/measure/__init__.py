@@ -1,0 +1,1 @@
+"""Measure a job's network from its ranks, with NCCL on GPUs and gloo on CPUs."""
