@@ -9,7 +9,7 @@ ARGS ?=
 STEPS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run submit sweep status lab-up lab-down test test-quick chaos bench check clean
+.PHONY: help setup run submit sweep nccl status lab-up lab-down test test-quick chaos bench check clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ submit: $(DATA).idx  ## The same training as a batch job, on the Slurm that is t
 
 sweep: $(DATA).idx  ## Six short trainings as one job array (needs a Slurm, or the lab)
 	$(BIN)/trierarch sweep recipe=first_run job.ranks_per_node=2 optim.lr=1e-3,3e-3 seed=1,2,3 loop.steps=$(STEPS) $(ARGS)
+
+nccl: $(VENV)/.ready  ## Test the network in a job and report what is slow: make nccl ARGS="nodes=16"
+	$(BIN)/trierarch nccl test --wait $(ARGS)
 
 status: $(VENV)/.ready  ## Show all runs
 	$(BIN)/trierarch status

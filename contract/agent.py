@@ -13,7 +13,8 @@ Every message is one JSON object in one line with its kind under "kind". Request
              local_size: who the ranks are; master: host:port of rank 0's store, which is the port that this
              agent was told to open when first_rank is 0; environment: added to the ranks' own, with the number
              of this start (`contract.variables.START`) in it; cpus: a list of CPU numbers for each local rank, or
-             null to leave the ranks unbound; timeout_s: how long `Task.ALL_REDUCE` may take, 60 by default.
+             null to leave the ranks unbound; timeout_s: how long `Task.ALL_REDUCE` may take, 60 by default; program,
+             arguments: what `Task.PROGRAM` runs.
     signal   number: sent to every rank.
     stacks   where every rank is, into its log.
     kill     end every rank at once.
@@ -56,6 +57,8 @@ class Task(StrEnum):
     TRAIN = "train"
     ALL_REDUCE = "all_reduce"
     """Find each other, add one number over all ranks, leave with 0: do these nodes reach each other?"""
+    PROGRAM = "program"
+    """Call `main(arguments)` of the module `program`, which watches over its ranks itself; its result is the code."""
 
 
 class Request(StrEnum):

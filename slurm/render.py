@@ -11,7 +11,7 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined,
 from contract.errors import ConfigError
 from contract.run_folder import RunFolder
 from slurm.command import agent_command, escape, rank_cpus, step_command
-from slurm.settings import OF_THE_QUEUE, SubmitConfig
+from slurm.settings import OF_THE_QUEUE, Preflight, SubmitConfig
 from slurm.sites.profile import GpuDirective, Launch, Scheduler
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -24,10 +24,12 @@ def render(
     environ: Mapping[str, str] | None = None,
     *,
     sweep: bool = False,
+    only_network_test: bool = False,
 ) -> str:
     """Write the script that trains `run`: a batch script for Slurm, a shell script without it.
 
-    With `sweep`, `run` is a sweep's folder and the script is the one of each task of its arrays. `environ` is the
+    With `sweep`, `run` is a sweep's folder and the script is the one of each task of its arrays; with
+    `only_network_test` nothing is trained. `environ` is the
     submitting shell's. Raises ConfigError for a path, a setting or a template that gives no script.
     """
     run = RunFolder(run.path.absolute())
@@ -47,7 +49,7 @@ def render(
         exports=exports,
         unset=[_checked_name("cluster.unset", name) for name in cluster.unset],
         code=str(run.code),
-        supervise=_supervise(run, settings),
+        supervise=_supervise(run, settings, only_network_test),
         command=command,
         run=str(run.path),
         cluster=cluster,
@@ -144,7 +146,7 @@ def _gpus(settings: SubmitConfig) -> dict[str, object]:
     return {"gpus-per-node": f"{kind}{count}"}
 
 
-def _supervise(run: RunFolder, settings: SubmitConfig) -> list[list[str]]:
+def _supervise(run: RunFolder, settings: SubmitConfig, only_network_test: bool) -> list[list[str]]:
     """Return the supervisor's command line but for what it starts, as groups of words."""
     job, cluster = settings.job, settings.cluster
     # Outside of any container: the host's interpreter, which needs nothing installed.
@@ -162,8 +164,11 @@ def _supervise(run: RunFolder, settings: SubmitConfig) -> list[list[str]]:
     ]
     if cluster.scheduler is Scheduler.slurm:
         end.append(f"--exclude-for-h={job.exclude_for_h:g}")
+    if job.node_order:
+        start.append(f"--node-order={Path(job.node_order).expanduser().absolute()}")
     if settings.launch is Launch.agents:
         start += _for_agents(settings)
+        start += ["--only-network-test"] if only_network_test else []
     elif cluster.scheduler is Scheduler.local:
         end.append("--log={run}/logs/{job}.r{attempt}.log")
     return [[python, "-u", "-m", "slurm.supervise", str(run.path)], start, end]
@@ -179,6 +184,10 @@ def _for_agents(settings: SubmitConfig) -> list[str]:
     cluster, arguments = settings.cluster, []
     if settings.job.health_check:
         arguments.append("--health-check")
+    if settings.job.preflight is Preflight.nccl:
+        arguments.append(f"--network-test-s={settings.job.preflight_s:g}")
+        if baseline := settings.job.preflight_baseline:
+            arguments.append(f"--network-baseline={Path(baseline).expanduser().absolute()}")
     if cluster.gpus_per_node:
         asked = cluster.gpu_directive is not GpuDirective.none
         arguments.append(f"--gpus-per-node={settings.ranks_per_node if asked else cluster.gpus_per_node}")

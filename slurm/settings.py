@@ -5,6 +5,9 @@ import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar
 
 import configs.compose
 from contract.errors import ConfigError
@@ -13,6 +16,18 @@ from slurm.sites.detect import detect
 from slurm.sites.limits import check_limits
 from slurm.sites.profile import ContainerRuntime, GpuDirective, Launch, Profile, Scheduler
 from slurm.supervise.stop import STOP_SIGNALS
+
+SHORTEST_TEST_S = 10
+"""A network test of less does not come to its end."""
+
+
+class Preflight(StrEnum):
+    """What is tested before the training starts, beside the nodes themselves (health_check)."""
+
+    none = "none"
+    nccl = "nccl"
+    """The network: every pair of nodes and of GPUs in a node. Slow nodes are left out, the others put in order."""
+
 
 # What a site charges and queues a job by.
 OF_THE_QUEUE = ("account", "partition", "qos", "constraint", "reservation")
@@ -66,6 +81,14 @@ class JobConfig:
     """`agents` or `step`, where the profile's own is not wanted."""
     health_check: bool = True
     """Whether the nodes are tested before the ranks start; agents do it."""
+    preflight: Preflight = Preflight.none
+    """Whether the network is tested before the training starts; agents do it."""
+    preflight_s: float = 180
+    """How long such a test may take."""
+    preflight_baseline: str | None = None
+    """Path of the measurement of an earlier test of this machine, for the new one to be compared with."""
+    node_order: str | None = None
+    """Path of a file with node names, such as the `hostfile` of a network test: ranks are placed in its order."""
     exclude_for_h: float = 24
     """How long a node that failed is kept away from."""
     image: str | None = None
@@ -79,6 +102,8 @@ class JobConfig:
 @dataclass
 class SubmitConfig:
     """All of a submission but the training itself."""
+
+    SYNONYMS: ClassVar[dict[str, str]] = {"preflight": "job.preflight", "nodes": "job.nodes"}
 
     cluster: Profile = field(default_factory=Profile)
     job: JobConfig = field(default_factory=JobConfig)
@@ -136,13 +161,26 @@ class SubmitConfig:
             ("job.cpus_per_rank", 1 if job.cpus_per_rank is None else job.cpus_per_rank, 1),
             ("job.max_restarts", job.max_restarts, 0),
             ("job.exclude_for_h", job.exclude_for_h, 0),
+            ("job.preflight_s", job.preflight_s, SHORTEST_TEST_S),
             ("cluster.stop_margin_s", cluster.stop_margin_s, 0),
         ):
-            _require(value >= least, f"{name}={value}: must not be below {least}")
+            _require(value >= least, f"{name}={value:g}: must not be below {least}")
         _require(
             cluster.stop_signal in STOP_SIGNALS,
             f"cluster.stop_signal={cluster.stop_signal}: srun and mpirun pass on only {' and '.join(STOP_SIGNALS)}",
         )
+        _require(
+            job.preflight is Preflight.none or self.launch is Launch.agents,
+            f"job.preflight={job.preflight}: agents do it, and there are none under launch={self.launch}",
+        )
+        for key, path, what in (
+            ("job.node_order", job.node_order, "the hostfile"),
+            ("job.preflight_baseline", job.preflight_baseline, "the measurement.npz"),
+        ):
+            _require(
+                path is None or Path(path).expanduser().is_file(),
+                f"{key}={path}: there is no such file, give {what} of a network test",
+            )
         self._validate_node()
         self._validate_container()
         for key, lines in (
@@ -253,7 +291,7 @@ class SubmitConfig:
             f"the time limit {self.time_limit} is not above cluster.stop_margin_s={cluster.stop_margin_s}: "
             "give the job more time, or a shorter margin",
         )
-        of_job = ("exclude", "spares", "sbatch_lines")
+        of_job = ("exclude", "spares", "sbatch_lines", "node_order")
         of_cluster = (
             "memory",
             "exclusive",
@@ -272,6 +310,11 @@ class SubmitConfig:
             _require(not value, f"{key}={value}: there is no Slurm here that could honour it")
 
 
+def says_where(key: str) -> bool:
+    """Whether a key of the user's is one of these settings, and none of the training's."""
+    return key.partition(".")[0] in ("cluster", "job", *SubmitConfig.SYNONYMS)
+
+
 def parse_time_limit(key: str, text: str) -> int:
     """Return the seconds of a time limit in Slurm's words; raises ConfigError, naming `key`, for anything else."""
     seconds = parse_duration(text)
@@ -283,6 +326,7 @@ def parse_time_limit(key: str, text: str) -> int:
 def load_submit(overrides: Sequence[str], environ: Mapping[str, str] | None = None) -> SubmitConfig:
     """Compose and check the submit configuration; without `cluster=NAME` the machine's own profile is taken."""
     env = os.environ if environ is None else environ
+    overrides = configs.compose.spell_out(overrides, SubmitConfig)
     chosen = list(overrides)
     if not any(configs.compose.key_of(override) == "cluster" for override in chosen):
         chosen.insert(0, f"cluster={detect(socket.gethostname(), env)}")
@@ -317,6 +361,11 @@ def _refuse_without_effect(settings: SubmitConfig, keys: Sequence[str]) -> None:
         Launch.agents: ("cluster.mpi", "cluster.cpu_bind"),
         Launch.step: ("job.health_check", "cluster.gpu_memory_gb"),
     }[settings.launch]
+    for key in ("job.preflight_s", "job.preflight_baseline"):
+        _require(
+            settings.job.preflight is not Preflight.none or key not in keys,
+            f"{key} has no effect without a preflight: set job.preflight=nccl too, or leave it",
+        )
     for key in keys:
         _require(
             key not in unused,

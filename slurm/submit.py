@@ -34,6 +34,8 @@ class Submission:
     cluster: Profile
     notes: tuple[str, ...] = ()
     """What of the shell's settings takes part, or does not."""
+    trains: bool = True
+    """Whether it is a training, and no network test."""
 
     def summary(self) -> str:
         """Say what was submitted, where to look, how to stop it, and what of the profile is not known to work."""
@@ -47,20 +49,21 @@ class Submission:
         return (
             f"run {self.run.name}: {job}\n"
             f"look:  trierarch status {name}, trierarch logs {name}\n"
-            f"stop:  trierarch cancel {name}  (it saves first; `trierarch resubmit {name}` continues it)"
+            f"stop:  trierarch cancel {name}"
+            + f"  (it saves first; `trierarch resubmit {name}` continues it)" * self.trains
             + "".join(f"\nnote:  {note}" for note in notes)
         )
 
 
 def submit(
     run: RunFolder,
-    train_config_yaml: str,
+    train_config_yaml: str | None,
     settings: SubmitConfig,
     dry_run: bool = False,
     environ: Mapping[str, str] | None = None,
     keep_code: bool = False,
 ) -> Submission:
-    """Submit the training that `train_config_yaml` describes, and return at once.
+    """Submit the training that `train_config_yaml` describes, and return at once; None tests the network only.
 
     With `keep_code` the job runs the snapshot of the submission before, if there is one.
     Raises UserError (one sentence) if the run has a live job, the folder cannot be written, or the scheduler
@@ -72,8 +75,9 @@ def submit(
     if (sweep := sweep_of(run.path)) is not None:
         retry = f"trierarch sweep retry {address(Path(sweep))} {shlex.quote(run.name)}"
         raise UserError(f"run {run.name} is a task of a sweep: `{retry}` submits it again")
-    check_stop_signal(train_config_yaml, settings.cluster.stop_signal)
-    script = render(run, settings, env)
+    if train_config_yaml is not None:
+        check_stop_signal(train_config_yaml, settings.cluster.stop_signal)
+    script = render(run, settings, env, only_network_test=train_config_yaml is None)
     if dry_run:
         return Submission(None, run, script, settings.cluster)
     env |= scheduler_environment(settings.cluster.name, env)
@@ -82,7 +86,8 @@ def submit(
         with _one_at_a_time(run):
             refuse_live_job(run, env)
             _refuse_full_queue(settings, env)
-            write_whole(run.path, "config.yaml", train_config_yaml)
+            if train_config_yaml is not None:
+                write_whole(run.path, "config.yaml", train_config_yaml)
             write_whole(run.path, "submit.yaml", configs.compose.to_yaml(settings))
             if not (keep_code and run.code.is_dir()):
                 snapshot(run)
@@ -97,7 +102,7 @@ def submit(
             f"the run folder cannot be written ({where}: {error.strerror}): set run.root"
         ) from error
     notes = tuple(settings.notes(env))
-    return Submission(job_id, run, script, settings.cluster, notes)
+    return Submission(job_id, run, script, settings.cluster, notes, trains=train_config_yaml is not None)
 
 
 def submitted_as(settings: SubmitConfig, environ: Mapping[str, str]) -> dict[str, object]:

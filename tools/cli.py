@@ -18,6 +18,7 @@ from tools.cli_cluster import app as cluster_app
 from tools.cli_data import app as data_app
 from tools.cli_lab import app as lab_app
 from tools.cli_layout import app as layout_app
+from tools.cli_nccl import app as nccl_app
 from tools.cli_nvme import app as nvme_app
 from tools.cli_runs import app as runs_app
 from tools.cli_sweep import app as sweep_app
@@ -32,11 +33,10 @@ app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
 app.add_typer(lab_app, name="lab")
 app.add_typer(layout_app)
+app.add_typer(nccl_app, name="nccl")
 app.add_typer(nvme_app)
 app.add_typer(runs_app)
 app.add_typer(sweep_app, name="sweep")
-
-SUBMIT_SECTIONS = ("cluster", "job")
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings: model=llama_25m optim.lr=3e-4")
@@ -113,7 +113,7 @@ def submit(
 ) -> None:
     """Train as a batch job; `job.nodes=2` and `cluster=NAME` say where, the rest is as for `train`."""
     from configs.compose import key_of, to_yaml
-    from slurm.settings import load_submit
+    from slurm.settings import load_submit, says_where
     from slurm.submit import submit as submit_run
     from tools.data_check import missing_data
     from train.config import load_config
@@ -125,7 +125,7 @@ def submit(
     where: list[str] = []
     what: list[str] = []
     for override in overrides or []:
-        (where if key_of(override).split(".")[0] in SUBMIT_SECTIONS else what).append(override)
+        (where if says_where(key_of(override)) else what).append(override)
     config = load_config(what)
     settings = load_submit(where)
     ranks = settings.job.nodes * settings.ranks_per_node
@@ -175,9 +175,10 @@ def export(
 
 def _refuse_sections(overrides: list[str]) -> None:
     from configs.compose import key_of
+    from slurm.settings import says_where
 
     for override in overrides:
-        if key_of(override).split(".")[0] in SUBMIT_SECTIONS:
+        if says_where(key_of(override)):
             raise ConfigError(f"{override}: this says where a batch job runs, use it with `trierarch submit`")
 
 

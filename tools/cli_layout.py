@@ -45,6 +45,7 @@ def layout(
 ) -> None:
     """Show a layout: which rank holds what, which group spans nodes, and how much each sends in a step."""
     from configs.compose import key_of
+    from slurm.settings import says_where
     from train.config import load_config
     from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
@@ -53,7 +54,7 @@ def layout(
     where: list[str] = []
     what: list[str] = []
     for override in overrides or []:
-        (where if key_of(override).split(".")[0] in ("cluster", "job") else what).append(override)
+        (where if says_where(key_of(override)) else what).append(override)
     config = with_vocabulary(load_config(what))
     nodes, ranks_per_node = _machine(where, nodes, ranks_per_node)
     dims = lay_out(config, nodes * ranks_per_node, ranks_per_node)

@@ -220,12 +220,12 @@ def _folder(name: str) -> "SweepFolder":
 def _settings(folder: "SweepFolder", changes: list[str] | None) -> "SubmitConfig | None":
     """Return the settings of the last submission with `changes`, None without any."""
     import configs.compose
-    from slurm.settings import SubmitConfig
+    from slurm.settings import SubmitConfig, says_where
 
     if not changes:
         return None
     for change in changes:
-        if configs.compose.key_of(change).partition(".")[0] not in ("cluster", "job"):
+        if not says_where(configs.compose.key_of(change)):
             raise ConfigError(f"{change}: only cluster.* and job.* can change, the tasks' own settings stay")
     settings = configs.compose.load(folder.submit_settings, SubmitConfig, changes)
     settings.validate(os.environ)

@@ -11,13 +11,12 @@ from configs.compose import flatten_yaml, is_group, parse_setting, to_yaml
 from configs.sweep import Composer, Sweep, folder_names, parse_sweep, read_lines, short_keys, sweeps, value_at
 from contract.errors import ConfigError
 from contract.sweep import SweepFolder
-from slurm.settings import SubmitConfig, load_submit
+from slurm.settings import SubmitConfig, load_submit, says_where
 from slurm.sweeps.tasks import PlannedTask, SweepPlan
 from train.config import TrainConfig, finish
 from train.data.vocabulary import with_vocabulary
 from train.layout.check import lay_out
 
-WHERE = ("cluster", "job")
 _ONE_PLACE = (
     "all tasks of a sweep run with the same cluster and job settings, give them one value on the command line (a comma "
     "in it goes in quotes of its own: 'job.partition=\"a,b\"')"
@@ -37,11 +36,11 @@ class Request:
 
 def make_plan(request: Request) -> tuple[SweepPlan, SubmitConfig]:
     """Return the plan and where it runs; raises ConfigError, naming the task, for a combination that is wrong."""
-    where = [text for text in request.overrides if _top(text) in WHERE]
+    where = [text for text in request.overrides if says_where(_top(text))]
     for text in where:
         if sweeps(text):
             raise ConfigError(f"{text}: {_ONE_PLACE}")
-    what = [text for text in request.overrides if _top(text) not in WHERE]
+    what = [text for text in request.overrides if not says_where(_top(text))]
     lines = _lines(request.file)
     sweep = _checked(parse_sweep(what, TrainConfig, lines))
     folder = _folder(request, sweep)
@@ -82,7 +81,7 @@ def _lines(file: Path | None) -> list[str]:
     if not lines:
         raise ConfigError(f"--file {file} is empty: write one set of overrides a line")
     for line in lines:
-        if any(_top(word) in WHERE for word in line.split()):
+        if any(says_where(_top(word)) for word in line.split()):
             raise ConfigError(f"--file {file}, line {line!r}: {_ONE_PLACE}")
     return lines
 

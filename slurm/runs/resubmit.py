@@ -14,7 +14,7 @@ from contract.run_folder import RunFolder
 from slurm.job import newest_job
 from slurm.runs.find import Found, address, sweep_of, title
 from slurm.runs.status import RunState, RunStatus, statuses
-from slurm.settings import SubmitConfig, load_submit
+from slurm.settings import SubmitConfig, load_submit, says_where
 from slurm.submit import submit
 from slurm.sweeps.sweep import retry
 
@@ -60,7 +60,7 @@ def resubmit(
     What `check` refuses is refused before the first one is submitted. Raises UserError too where Slurm refuses.
     """
     for override in overrides:
-        if configs.compose.key_of(override).split(".")[0] not in ("cluster", "job"):
+        if not says_where(configs.compose.key_of(override)):
             raise ConfigError(
                 f"{override}: a resubmission keeps the training as it is, change it with `trierarch submit`"
             )
@@ -73,7 +73,9 @@ def resubmit(
             continue
         run = RunFolder(one.run.path.absolute())
         settings, env = _settings(run, overrides, environ)
-        done = submit(run, run.config.read_text(), settings, environ=env, keep_code=True)
+        # A network test has none.
+        training = run.config.read_text() if run.config.exists() else None
+        done = submit(run, training, settings, environ=env, keep_code=True)
         yield done.summary()
     for sweep, tasks in by_sweep.items():
         names = [task.name for task in tasks]

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from contract.errors import UserError
+from contract.exit_codes import ExitCode
+from contract.network_test import BROKEN_CODE
 from contract.run_folder import Event, RunFolder, job_identity
 from contract.sweep import SweepFolder, task_run
 from slurm.supervise.agents import Agents, Plan
@@ -24,7 +26,7 @@ from slurm.supervise.deadline import MARGIN_S, Deadline, ask_slurm
 from slurm.supervise.exclude import FORGET_AFTER_H, excluded_nodes
 from slurm.supervise.fleet import Fleet
 from slurm.supervise.health import Wishes
-from slurm.supervise.nodes import Node, allocation
+from slurm.supervise.nodes import Node, allocation, arranged, place_tasks
 from slurm.supervise.patience import read_patiently
 from slurm.supervise.placement import parse_rank_cpus
 from slurm.supervise.requeue import Way, note
@@ -33,7 +35,16 @@ from slurm.supervise.step import Step
 from slurm.supervise.stop import STOP_SIGNALS, StopRequest
 from slurm.supervise.supervisor import Policy, Supervisor, say
 
-_OF_AGENTS = ("health_check", "gpus_per_node", "gpu_memory_gb", "master_suffix", "rank_cpus")
+_OF_AGENTS = (
+    "health_check",
+    "gpus_per_node",
+    "gpu_memory_gb",
+    "master_suffix",
+    "rank_cpus",
+    "network_test_s",
+    "network_baseline",
+    "only_network_test",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _supervise(given: argparse.Namespace, begin: Start, stop: StopRequest, sweep: Path | None) -> int:
     run, stop_signal = begin.run, signal.Signals[given.stop_signal]
-    names = allocation(os.environ) if given.launch == "agents" else []
+    names = arranged(allocation(os.environ), given.node_order) if given.launch == "agents" else []
+    if given.launch == "step" and given.node_order is not None:
+        file = run.logs / f"{begin.job}.hostfile"
+        os.environ.update(
+            place_tasks(arranged(allocation(os.environ), given.node_order), given.ranks_per_node, file)
+        )
     way: Way | None = None
     if given.requeue != "never":
         nodes = max(len(names), given.nodes)
@@ -90,6 +106,8 @@ def _supervise(given: argparse.Namespace, begin: Start, stop: StopRequest, sweep
     else:
         show_life(run, begin.job)
         launcher = _agents(given, begin, stop, names, way)
+    if isinstance(launcher, Agents) and given.only_network_test:
+        return _only_test(launcher, begin, stop)
     is_due: Callable[[], bool] = _never
     if "SLURM_JOB_ID" in os.environ:
         is_due = Deadline(run, given.stop_margin_s, partial(ask_slurm, os.environ)).is_due
@@ -120,8 +138,38 @@ def _agents(
         bind=bool(given.rank_cpus),
         rank_cpus=places,
         health=Wishes(given.gpus_per_node, given.gpu_memory_gb) if given.health_check else None,
+        network_test_s=given.network_test_s,
+        network_baseline=given.network_baseline,
     )
     return Agents(fleet, plan, signal.Signals[given.stop_signal])
+
+
+def _only_test(agents: Agents, begin: Start, stop: StopRequest) -> int:
+    """Test the network and nothing else; the exit code is the verdict's."""
+
+    def should_stop() -> bool:
+        return stop.reason is not None
+
+    run = begin.run
+    note(run, Event.STARTED, nodes=os.environ.get("SLURM_JOB_NODELIST"))
+    try:
+        end = agents.check(begin, should_stop)
+        tested = None if end is not None else agents.test_network(begin, should_stop)
+    finally:
+        agents.close()
+    if tested is not None and tested.verdict is not None:
+        note(run, Event.FINISHED)
+        run.mark_finished()
+        return max(tested.verdict.exit_code, BROKEN_CODE if tested.silent else 0)
+    if stop.reason is not None:
+        note(run, Event.STOPPED)
+        return ExitCode.STOPPED
+    reason = end.reason if end is not None else tested.reason if tested is not None else ""
+    note(
+        run, Event.FAILED, code=BROKEN_CODE, reason=f"the network test did not end: {reason}", by="supervisor"
+    )
+    run.mark_failed(f"the network test did not end: {reason}")
+    return BROKEN_CODE
 
 
 def _will(
@@ -188,6 +236,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--health-check", action="store_true", help="test the nodes before the first start")
     add("--gpus-per-node", type=int, help="how many the health check must find")
     add("--gpu-memory-gb", type=float, help="what each must have")
+    add(
+        "--network-test-s", type=float, help="measure the network before the first start, for so long at most"
+    )
+    add("--network-baseline", help="an earlier measurement, for the new one to be compared with")
+    add("--only-network-test", action="store_true", help="and end after it")
+    add("--node-order", type=Path, help="a file with node names: ranks are placed in its order")
     add("--master-suffix", default="", help="appended to rank 0's node's name")
     add("--rank-cpus", help="CPUs of each local rank as JSON, or `numa` to share them out")
     add("--log", help="with --launch=step: append the command's output here")

@@ -23,10 +23,12 @@ from slurm.supervise.health import (
     ready,
 )
 from slurm.supervise.judge import End, Verdict, judge
+from slurm.supervise.network import NetworkRanks, NetworkTest, Tested, tell
 from slurm.supervise.nodes import Node, choose
 from slurm.supervise.placement import Places, core_of, place
 from slurm.supervise.requeue import note
 from slurm.supervise.start import Start
+from slurm.supervise.supervisor import say
 
 # The first start waits so long for nodes that would train, before a spare takes the place of one that is late.
 _LATE_S = 60.0
@@ -46,6 +48,10 @@ class Plan:
     """With `bind`: CPUs of each local rank; None shares out what the agent may use."""
     health: Wishes | None = None
     """What is checked before the first start; None for no check."""
+    network_test_s: float | None = None
+    """How long the nodes may measure their network before the first start; None for no test."""
+    network_baseline: str | None = None
+    """An earlier measurement, which that of the test is compared with."""
 
 
 class Agents:
@@ -60,6 +66,7 @@ class Agents:
         self._plan = plan
         self._stop_signal = stop_signal
         self._checked = plan.health is None
+        self._tested = plan.network_test_s is None
         self._started = False
         self._blamed: dict[Node, int] = {}
         self._complained = False
@@ -71,6 +78,10 @@ class Agents:
         if isinstance(nodes, list) and not self._checked:
             self._checked = True
             nodes = self._check_all(begin) or self._gather(should_stop)
+        if isinstance(nodes, list) and not self._tested:
+            self._tested = True
+            self.test_network(begin, should_stop)
+            nodes = self._gather(should_stop)
         if isinstance(nodes, End):
             return nodes
         self._started = True
@@ -81,6 +92,37 @@ class Agents:
             node = outcome.failure.node
             end = replace(end, node_lost=node is not None and node.bad is not None)
         return end
+
+    def check(self, begin: Start, should_stop: Callable[[], bool]) -> End | None:
+        """Wait for the nodes and check them, as before a start; returns an end where that is in vain."""
+        nodes = self._gather(should_stop)
+        if isinstance(nodes, End):
+            return nodes
+        self._checked = True
+        return None if self._plan.health is None else self._check_all(begin)
+
+    def test_network(self, begin: Start, should_stop: Callable[[], bool]) -> Tested:
+        """Measure what lies between the nodes; leave out those that it is better without, and put the rest in order.
+
+        As far as enough are left: a slow node is better than none.
+        """
+        plan, limit_s = self._plan, self._plan.network_test_s
+        assert limit_s is not None
+        since, nodes = time.monotonic(), ready(self._fleet.nodes)
+        ranks = NetworkRanks(begin, plan.ranks_per_node, plan.master_suffix, plan.network_baseline)
+        test = NetworkTest(self._fleet, ranks, limit_s)
+        tested = test.run(nodes, should_stop)
+        tell(tested, begin, time.monotonic() - since, say)
+        for node in nodes:
+            if node.name in tested.silent:
+                self._fleet.condemn(node, tested.silent[node.name])
+        if tested.verdict is not None:
+            for node in nodes:
+                spare = len(ready(self._fleet.nodes)) > plan.nodes
+                if spare and node.bad is None and (reason := tested.verdict.exclude.get(node.name)):
+                    self._fleet.condemn(node, reason)
+            self._fleet.arrange(tested.verdict.order)
+        return tested
 
     def idle(self, seconds: float) -> None:
         """Let time pass; agents hear of their supervisor meanwhile."""
@@ -93,7 +135,7 @@ class Agents:
     def _gather(self, should_stop: Callable[[], bool]) -> list[Node] | End:
         """Wait until enough agents are ready; return the nodes to train on, or why there are none."""
         since: float | None = None
-        everybody = not self._started and not self._checked
+        everybody = not self._started and not (self._checked and self._tested)
         while True:
             self._fleet.launch()
             usable = [node for node in self._fleet.nodes if node.bad is None]

@@ -44,6 +44,10 @@ class Ranks:
     stop_signal: signal.Signals = signal.SIGUSR2
     timeout_s: float | None = None
     """How long `Task.ALL_REDUCE` may take."""
+    program: str | None = None
+    """The module that `Task.PROGRAM` runs."""
+    arguments: tuple[str, ...] = ()
+    """Of the program."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,11 @@ class Attempt:
                 environment={START: str(self._begin.number)},
                 cpus=ranks.cpus.get(node.name),
                 **({} if ranks.timeout_s is None else {"timeout_s": ranks.timeout_s}),
+                **(
+                    {}
+                    if ranks.program is None
+                    else {"program": ranks.program, "arguments": list(ranks.arguments)}
+                ),
             )
 
     def _watch(self, should_stop: Callable[[], bool]) -> None:
@@ -221,7 +230,7 @@ class Attempt:
             if kind == Reply.EXITED:
                 self._take_exit(node, message)
             elif kind == Reply.ALIVE:
-                self._silent |= any(
+                self._silent |= self._ranks.task is not Task.PROGRAM and any(
                     rank.get("limit_s") and rank.get("silent_s", 0) > rank["limit_s"]
                     for rank in message.get("ranks") or []
                     if rank.get("rank") in self._left.get(node, ())

@@ -134,6 +134,11 @@ class Fleet:
             self._detach(node, grace_s=0.0)
             self._tell_lost(node, reason)
 
+    def arrange(self, order: Sequence[str]) -> None:
+        """Put the nodes, and so the ranks, in this order of names; those that are not in it come last."""
+        places = {name: place for place, name in enumerate(order)}
+        self.nodes.sort(key=lambda node: places.get(node.name, len(places)))
+
     def close(self) -> None:
         """Let all agents leave, by force after a bounded time."""
         self._closed.set()

@@ -40,16 +40,41 @@ def allocation(environ: Mapping[str, str]) -> list[str]:
     Without Slurm it is this host. Raises UserError when Slurm cannot say.
     """
     if environ.get("SLURM_HOSTFILE"):
-        file = Path(environ["SLURM_HOSTFILE"])
-        try:
-            # One line a task, or `node*tasks`.
-            names = [line.strip().partition("*")[0] for line in file.read_text().splitlines()]
-        except OSError as error:
-            raise UserError(f"SLURM_HOSTFILE={file} cannot be read ({error.strerror}): unset it") from None
-        return list(dict.fromkeys(name for name in names if name))
+        return _host_file("SLURM_HOSTFILE", Path(environ["SLURM_HOSTFILE"]), "unset it")
     if "SLURM_JOB_NODELIST" not in environ:
         return [socket.gethostname()]
     return hostnames(environ["SLURM_JOB_NODELIST"])
+
+
+def arranged(names: Sequence[str], order: Path | None) -> list[str]:
+    """Return `names` in the order of a file as `SLURM_HOSTFILE` takes it; those that are not in it come last.
+
+    Raises UserError when it cannot be read. None leaves them as they are.
+    """
+    if order is None:
+        return list(names)
+    places = {name: place for place, name in enumerate(_host_file("job.node_order", order, "correct it"))}
+    return sorted(names, key=lambda name: places.get(name, len(places)))
+
+
+def place_tasks(names: Sequence[str], tasks_per_node: int, file: Path) -> dict[str, str]:
+    """Have srun place its tasks on the nodes in this order: write the file, return what to add to its environment.
+
+    Raises OSError.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{name}\n" * tasks_per_node for name in names))
+    return {"SLURM_HOSTFILE": str(file), "SLURM_DISTRIBUTION": "arbitrary"}
+
+
+def _host_file(key: str, file: Path, remedy: str) -> list[str]:
+    """Read node names, one line a task or `node*tasks`."""
+    try:
+        names = [line.strip().partition("*")[0] for line in file.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UserError(f"{key}={file} cannot be read ({reason}): {remedy}") from None
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def hostnames(text: str) -> list[str]:

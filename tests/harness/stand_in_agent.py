@@ -7,6 +7,8 @@ Its ranks count steps and save them as empty folders. FOLDER/plan.json says how 
     faults: each with start, rank, at (a step) and do: a code to leave with, "kill", "stop" or "agent" (kill that)
     nodes: for a node's name problems, unreachable, broken (how many of its starts fail), mute (it never answers),
            slow (which of its starts takes 3 s), time_s (how wrong its clock is), cpus
+    network: for each try of a network test the verdict that rank 0 writes; or `code` with which ranks leave, and
+             `silent`, the nodes that do not answer
 
 What the ranks were told is appended to FOLDER/told.jsonl.
 """
@@ -129,6 +131,8 @@ class StandIn:
         signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
         if message["task"] == Task.ALL_REDUCE:
             return ExitCode.PEER_FAILED if self.own.get("unreachable") else 0
+        if message["task"] == Task.PROGRAM:
+            return self.measure(message, rank)
         run = RunFolder(self.folder)
         number = int(message["environment"]["TRIERARCH_START"])
         step = max(run.published_steps(), default=0)
@@ -148,6 +152,24 @@ class StandIn:
         if rank == 0:
             run.append_event(Event.FINISHED, step=step)
             run.mark_finished()
+        return 0
+
+    def measure(self, message: dict[str, Any], rank: int) -> int:
+        """Test the network: fail as the plan says for this try, else write the verdict that is planned."""
+        tries: list[dict[str, Any]] = self.plan["network"]
+        plan = tries[int(message["attempt"].removeprefix("network")) - 1]
+        spec = json.loads(Path(message["arguments"][0]).read_text())
+        if self.node in plan.get("silent", []):
+            signal.pause()
+        if "code" in plan:
+            if "silent" in plan:
+                note = {"what": "round 3", "reason": "no answer", "silent_nodes": plan["silent"]}
+                (Path(spec["folder"]) / f"waited.{rank}.json").write_text(json.dumps(note))
+                time.sleep(0.3)
+            return int(plan["code"])
+        if rank == 0:
+            verdict = {"summary": "as planned", "exclude": {}, "order": [], **plan}
+            (Path(spec["folder"]) / "verdict.json").write_text(json.dumps(verdict))
         return 0
 
     def suffer(self, what: int | str) -> None:

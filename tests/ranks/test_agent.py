@@ -32,7 +32,8 @@ STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, s
 
 @pytest.fixture(scope="module")
 def shared_agent() -> Iterator[Agent]:
-    agent = Agent()
+    # Where it finds the program of a test.
+    agent = Agent(PYTHONPATH=f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}")
     assert agent.wait_for(Reply.READY)["cpus"] == sorted(os.sched_getaffinity(0))
     yield agent
     agent.close()
@@ -276,6 +277,25 @@ def test_the_all_reduce_without_a_peer_is_bounded(agent: Agent, tmp_path: Path) 
     assert agent.codes(1) == {0: ExitCode.PEER_FAILED}
     log = (run.logs / "local.r0.0.log").read_text()
     assert "failed the all-reduce test: rank 1 of 2 did not come" in log or "did not finish" in log
+
+
+@pytest.mark.req("C10", "C12")
+def test_ranks_run_a_program_and_leave_with_its_code(agent: Agent, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    program = {"task": Task.PROGRAM, "config": None, "program": "harness.program_of_ranks"}
+    agent.start(run, 2, **program, arguments=["7"])
+    assert agent.codes(2) == {0: 7, 1: 7}
+    assert (run.logs / "local.r0.1.log").read_text() == "rank 1 of 2\n"
+    agent.start(run, 1, **program, arguments=["no number"])
+    assert agent.codes(1) == {0: ExitCode.CONFIG}
+    assert (run.logs / "local.r0.0.log").read_text().endswith("trierarch: no number: give one\n")
+    agent.start(run, 1, **program | {"program": None})
+    assert "program is missing" in agent.wait_for(Reply.ERROR)["message"]
+    # Nothing holds it back from ending at once.
+    agent.start(run, 1, **program, arguments=["sleep"])
+    agent.wait_until("a sleeping rank", lambda pulses: "asleep" in (run.logs / "local.r0.0.log").read_text())
+    agent.ask(Request.SIGNAL, number=int(signal.SIGUSR2))
+    assert agent.codes(1) == {0: -signal.SIGUSR2}
 
 
 @pytest.mark.req("C12")

@@ -58,7 +58,7 @@ def train_on_nodes(overrides: list[str]) -> dict[str, Any]:
     """Train as ranks of two-rank nodes; what was reduced by each way: {way and size of the group: calls}."""
     size = dist.get_world_size()
     calls: Counter[str] = Counter()
-    plain, scatter = dist.all_reduce, dist.reduce_scatter_tensor
+    plain, scatter = dist.all_reduce, dist.reduce_scatter_single
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.numel() > 64:  # not the loss, the norm and the like
@@ -72,7 +72,7 @@ def train_on_nodes(overrides: list[str]) -> dict[str, Any]:
 
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
-        mock.patch.object(dist, "reduce_scatter_tensor", reduce_scatter),
+        mock.patch.object(dist, "reduce_scatter_single", reduce_scatter),
     ):
         train_toy(overrides, ranks_per_node=PER_NODE)
     return dict(calls)

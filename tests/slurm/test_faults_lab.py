@@ -154,7 +154,7 @@ def test_a_lost_supervisor_is_replaced_and_a_node_that_wakes_up_finds_its_run_ta
     node = node_of(old[0])
     asleep = runs.lab.processes_on(node)
     processes.send(asleep, signal.SIGSTOP)
-    wait_for(split, Event.RESUMED, timeout_s=90)
+    wait_for(split, Event.RESUMED, timeout_s=180)
     processes.send(asleep, signal.SIGCONT)
     wait_until("the old ranks to leave", lambda: not set(old.values()) & set(runs.lab.processes_on(node)))
     runs.wait_for("split", RunState.finished)

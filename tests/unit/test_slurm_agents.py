@@ -1,96 +1,25 @@
 """The supervisor and agents on local "nodes": faults, spares, stops, health. The agents are stand-ins without torch."""
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import stand_in_agent
+from harness.supervised import AGENT, World
 
 from contract.run_folder import Event, RunFolder, read_json_lines
 from slurm.supervise import attempt, fleet, health
-from slurm.supervise.agents import Agents, Plan
 from slurm.supervise.attempt import Failure, first_cause
 from slurm.supervise.fleet import Fleet
 from slurm.supervise.health import Wishes
 from slurm.supervise.nodes import Node
 from slurm.supervise.start import Start
-from slurm.supervise.stop import StopRequest
-from slurm.supervise.supervisor import Policy, Supervisor
+from slurm.supervise.supervisor import Policy
 
 pytestmark = pytest.mark.slow
-
-AGENT = [sys.executable, "-u", stand_in_agent.__file__]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    return folder
-
-
-@pytest.fixture
-def stop() -> Iterator[StopRequest]:
-    numbers = (signal.SIGUSR2, signal.SIGCHLD)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield StopRequest({signal.SIGUSR2})
-    signal.set_wakeup_fd(-1)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-class World:
-    """Some nodes, what is to happen on them, and a supervisor in this process."""
-
-    def __init__(self, run: RunFolder, stop: StopRequest) -> None:
-        self.run, self.stop = run, stop
-        self.plan: dict[str, Any] = {"steps": 8, "step_s": 0.02}
-        self.nodes = [Node("a"), Node("b")]
-        self.said: list[str] = []
-        self.is_due: Callable[[], bool] = lambda: False
-
-    def fault(self, rank: int, do: int | str, at: int = 3, start: int = 0) -> None:
-        self.plan.setdefault("faults", []).append({"start": start, "rank": rank, "at": at, "do": do})
-
-    def node(self, name: str, **own: Any) -> None:
-        self.plan.setdefault("nodes", {})[name] = own
-
-    def supervise(self, *, count: int = 2, policy: Policy | None = None, **plan: Any) -> int:
-        (self.run.path / "plan.json").write_text(json.dumps(self.plan))
-        command = [*AGENT, "{node}", str(self.run.path)]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.fleet = Fleet(
-            self.nodes, command, environ, self.stop, run=self.run, will=None, say=self.said.append
-        )
-        agents = Agents(self.fleet, Plan(count, 2, **plan), signal.SIGUSR2)
-        begin = Start(self.run, "42", 0, 0)
-        policy = policy or Policy(backoff_s=0.01)
-        return Supervisor(begin, agents, self.stop, policy, self.is_due).supervise()
-
-    def events(self, kind: Event) -> list[dict[str, Any]]:
-        return [event for event in self.run.read_events() if event["event"] == kind]
-
-    @property
-    def told(self) -> list[dict[str, Any]]:
-        """The requests to start, without those of the health check."""
-        return [line for line in read_json_lines(self.run.path / "told.jsonl") if line["task"] == "train"]
-
-    def starts_on(self, number: int) -> list[str]:
-        told = [line for line in self.told if line["environment"]["TRIERARCH_START"] == str(number)]
-        return [line["node"] for line in sorted(told, key=lambda line: line["node_rank"])]
-
-
-@pytest.fixture
-def world(run: RunFolder, stop: StopRequest) -> World:
-    return World(run, stop)
 
 
 def test_ranks_are_told_who_they_are(world: World) -> None:
@@ -318,7 +247,7 @@ def test_only_an_agent_that_is_started_anew_has_to_be_quick(
 
 
 def test_a_missing_program_is_no_endless_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "AGENT", ["no-such-srun"])
+    world.agent = ["no-such-srun"]
     assert world.supervise() == 76
     assert "no-such-srun cannot be run on it" in world.run.failed.read_text()
 

@@ -25,9 +25,9 @@ class HierarchicalAllReduce:
         head, tail = flat[:whole], flat[whole:]
         if whole:
             share = torch.empty(whole // ranks, dtype=flat.dtype, device=flat.device)
-            dist.reduce_scatter_tensor(share, head, group=self._inside)
+            dist.reduce_scatter_single(share, head, group=self._inside)
             dist.all_reduce(share, group=self._between)
-            dist.all_gather_into_tensor(head, share, group=self._inside)
+            dist.all_gather_single(head, share, group=self._inside)
         if tail.numel():
             for group in (self._inside, self._between):
                 dist.all_reduce(tail, group=group)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import os
 import random
 import signal
@@ -24,7 +25,7 @@ from train.__main__ import main, train_rank
 from train.config import ResilienceConfig, TrainConfig, read_config
 from train.resilience import pulse, stacks
 from train.resilience.all_reduce import all_reduce
-from train.resilience.process import fork, let_trace, process_state
+from train.resilience.process import ASKING, fork, let_trace, process_state
 from train.resilience.pulse import Phase, Pulse
 
 ALL_REDUCE_S = 60.0
@@ -47,6 +48,8 @@ class Order:
     environment: dict[str, str] = field(default_factory=dict)
     cpus: list[list[int]] | None = None
     timeout_s: float = ALL_REDUCE_S
+    program: str | None = None
+    arguments: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, message: dict[str, Any]) -> "Order":
@@ -56,6 +59,8 @@ class Order:
         order = cls(**fields)
         if order.task is Task.TRAIN and not order.config:
             raise ValueError("config is missing")
+        if order.task is Task.PROGRAM and not order.program:
+            raise ValueError("program is missing")
         if order.cpus is not None and len(order.cpus) < order.local_size:
             raise ValueError(f"cpus has {len(order.cpus)} lists for {order.local_size} ranks")
         return order
@@ -201,9 +206,22 @@ class _Forked:
         pulse.adopt(self.pulse)
         if self.order.task is Task.ALL_REDUCE:
             return all_reduce(self.order.timeout_s)
+        if self.order.task is Task.PROGRAM:
+            return self._run_program()
         if self.config is None:
             return main(["--config", str(self.order.config)])
         return train_rank(self.config)
+
+    def _run_program(self) -> int:
+        # Agents fork their ranks with the signals blocked; this one has nothing to save.
+        for number in ASKING:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+        try:
+            return int(importlib.import_module(str(self.order.program)).main(self.order.arguments))
+        except UserError as error:
+            print(f"trierarch: {error}", file=sys.stderr)
+            return error.exit_code
 
     def _take_log(self) -> None:
         log = self.order.log_of(self.rank)

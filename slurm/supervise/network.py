@@ -1,0 +1,151 @@
+"""The network test of a job: its nodes measure what lies between them, and the job acts on what is found."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from contract.agent import Task
+from contract.errors import UserError
+from contract.network_test import PROGRAM, SPEC, TOPOLOGY, VERDICT, NetworkVerdict, blamed
+from contract.run_folder import Event
+from slurm.client import ask
+from slurm.supervise.attempt import Attempt, Ranks
+from slurm.supervise.fleet import Fleet
+from slurm.supervise.nodes import Node
+from slurm.supervise.requeue import note
+from slurm.supervise.start import Start
+
+TRIES = 4
+"""Each without the nodes that the one before got no answer from."""
+LEAVE_S = 300.0
+"""What ranks may take beyond their time to meet, and to write the report."""
+LEAST_S = 5.0
+"""Less is no time to measure anything in."""
+
+
+@dataclass(frozen=True)
+class Tested:
+    """How a network test has ended."""
+
+    verdict: NetworkVerdict | None
+    """None where no measurement came to its end."""
+    silent: dict[str, str] = field(default_factory=dict)
+    """Nodes that did not answer, and what others waited for."""
+    reason: str = ""
+    """Without a verdict: why."""
+
+
+@dataclass(frozen=True)
+class NetworkRanks:
+    """Who measures, and what they are told."""
+
+    begin: Start
+    per_node: int
+    master_suffix: str = ""
+    baseline: str | None = None
+
+    def spec(self, nodes: Sequence[Node], silent: dict[str, str], budget_s: float) -> dict[str, object]:
+        """What is to be measured, on these nodes."""
+        return {
+            "folder": str(self.begin.run.nccl),
+            "nodes": [node.name for node in nodes],
+            "silent": silent,
+            "budget_s": budget_s,
+            "baseline": self.baseline,
+        }
+
+    def ranks(self) -> Ranks:
+        """The ranks that do it."""
+        run = self.begin.run
+        return Ranks(
+            task=Task.PROGRAM,
+            config=str(run.config),
+            log=str(run.logs / f"{self.begin.job}.network.{{rank}}.log"),
+            per_node=self.per_node,
+            cpus={},
+            master_suffix=self.master_suffix,
+            program=PROGRAM,
+            arguments=(str(run.nccl / SPEC),),
+        )
+
+
+class NetworkTest:
+    """Has the agents of some nodes measure, again without those that do not answer."""
+
+    def __init__(self, fleet: Fleet, ranks: NetworkRanks, limit_s: float) -> None:
+        """`limit_s`: how long the measuring itself may take, over all tries."""
+        self._fleet = fleet
+        self._ranks = ranks
+        self._begin = ranks.begin
+        self._limit_s = limit_s
+
+    def run(self, nodes: Sequence[Node], should_stop: Callable[[], bool]) -> Tested:
+        """Test `nodes`, whose agents are ready. Bounded."""
+        folder = self._begin.run.nccl
+        silent: dict[str, str] = {}
+        left, reason = list(nodes), ""
+        deadline = time.monotonic() + self._limit_s
+        for number in range(1, TRIES + 1):
+            remaining_s = deadline - time.monotonic()
+            if should_stop() or not left or remaining_s < LEAST_S:
+                break
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for old in (*folder.glob("waited.*.json"), folder / VERDICT):
+                    old.unlink(missing_ok=True)
+                _write_topology(folder / TOPOLOGY)
+                (folder / SPEC).write_text(json.dumps(self._ranks.spec(left, silent, remaining_s)))
+            except OSError as error:
+                return Tested(None, silent, f"{folder} cannot be written ({error.strerror})")
+            attempt = Attempt(self._fleet, left, self._ranks.ranks(), self._begin, f"network{number}")
+            outcome = attempt.run(should_stop, limit_s=remaining_s + LEAVE_S)
+            if outcome.failure is None and outcome.codes <= {0}:
+                return self._read(silent)
+            reason = (
+                outcome.failure.reason if outcome.failure else f"its ranks ended with {sorted(outcome.codes)}"
+            )
+            found = blamed(folder)
+            guilty = outcome.failure.node if outcome.failure is not None else None
+            if not found and guilty is not None and (guilty.bad is not None or not guilty.ready):
+                found = {guilty.name: reason}
+            # Without a culprit the ranks leave out what they hung in.
+            silent |= {name: why for name, why in found.items() if name in {node.name for node in left}}
+            left = [node for node in left if node.ready and node.name not in silent]
+        return Tested(None, silent, reason or "there was no time for it")
+
+    def _read(self, silent: dict[str, str]) -> Tested:
+        try:
+            return Tested(NetworkVerdict.load(self._begin.run.nccl / VERDICT), silent)
+        except UserError as error:
+            return Tested(None, silent, str(error))
+
+
+def _write_topology(file: Path) -> None:
+    """Keep what Slurm says of its switches beside the measurement, to be compared with it; raises OSError."""
+    file.unlink(missing_ok=True)
+    if "SLURM_JOB_ID" in os.environ:
+        answer = ask(["scontrol", "show", "topology"], os.environ, timeout_s=20.0)
+        if answer.code == 0 and "=" in answer.output:
+            file.write_text(answer.output)
+
+
+def tell(tested: Tested, begin: Start, seconds: float, say: Callable[[str], None]) -> None:
+    """Note in the run's events, and say, how the test has ended."""
+    verdict = tested.verdict
+    note(
+        begin.run,
+        Event.NETWORK_TESTED,
+        verdict=None if verdict is None else verdict.verdict,
+        reason=tested.reason if verdict is None else verdict.summary,
+        exclude=sorted({**tested.silent, **(verdict.exclude if verdict else {})}),
+        order=[] if verdict is None else verdict.order,
+        seconds=round(seconds, 1),
+    )
+    say(
+        f"network test ended without a verdict after {seconds:.0f} s: {tested.reason}"
+        if verdict is None
+        else f"network test after {seconds:.0f} s: {verdict.verdict}, {verdict.summary} ({begin.run.nccl})"
+    )

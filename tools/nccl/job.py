@@ -1,0 +1,68 @@
+"""What the ranks of a network test run: measure, and on rank 0 write the report beside the measurement.
+
+In the job itself, where numpy and matplotlib are: the supervisor may be outside of the container that has them.
+"""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from contract.errors import UserError
+from contract.exit_codes import ExitCode
+from contract.network_test import MEASUREMENT, TOPOLOGY
+from contract.run_folder import RunFolder
+from tools.nccl.measure.__main__ import main as measure
+from tools.nccl.measure.spec import Spec
+
+if TYPE_CHECKING:
+    from slurm.sites.profile import Profile
+
+
+def main(arguments: list[str]) -> int:
+    """Measure as one rank by the spec whose path is the only argument; return the exit code."""
+    code = measure(arguments)
+    if code != ExitCode.FINISHED or os.environ.get("RANK", "0") != "0":
+        return code
+    try:
+        write_report(Spec.read(Path(arguments[0])))
+    except UserError as error:
+        print(f"trierarch: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return ExitCode.FINISHED
+
+
+def write_report(spec: Spec) -> None:
+    """Analyse what was measured and write the report into the spec's folder; raises UserError."""
+    from tools.nccl import report
+    from tools.nccl.conclude import conclude_whatever
+    from tools.nccl.measurement import Measurement
+    from tools.nccl.parsers.any_file import read_measurement
+
+    folder = Path(spec.folder)
+    measurement = Measurement.load(folder / MEASUREMENT)
+    baseline = None if spec.baseline is None else read_measurement(Path(spec.baseline), None)
+    profile = _profile(RunFolder(folder.parent))
+    findings, advice = conclude_whatever(measurement, baseline=baseline, topology=_topology(folder, profile))
+    report.write(folder, measurement, findings, advice, profile=profile)
+
+
+def _profile(run: RunFolder) -> "Profile | None":
+    """Return the profile that the job was submitted with, None where it was not submitted."""
+    import configs.compose
+    from slurm.settings import SubmitConfig
+
+    if not run.submit_settings.is_file():
+        return None
+    return configs.compose.load(run.submit_settings, SubmitConfig).cluster
+
+
+def _topology(folder: Path, profile: "Profile | None") -> Path | None:
+    """Return the file that says which nodes are near each other: the site's, else what Slurm said."""
+    if profile is not None and profile.topology_file:
+        return Path(os.path.expandvars(profile.topology_file)).expanduser()
+    return folder / TOPOLOGY if (folder / TOPOLOGY).exists() else None
