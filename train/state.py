@@ -112,6 +112,9 @@ class TrainState:
 
     def _load_training_state(self, read: ReadInto) -> None:
         model_tree, moments_tree = self._training_state()
+        if self._references.complete:
+            read({"model": model_tree, "optimizer": moments_tree})
+            return
         self._references.forget()
         read({"model": model_tree, "optimizer": moments_tree})
         assert isinstance(self.optimizer, AdamW)

@@ -5,12 +5,13 @@
 Ranks of one thread each, with the state of a model and its optimizer sharded among them. In turns, because machines
 are noisy: a plain `dcp.save`, torch's `dcp.async_save`, and ours in the background (under 5 % of the plain save's time
 is wanted for the stall). Only ours hashes, reads back and publishes; all sync their files. Then both ways to read:
-`dcp.load`, and ours with and without hashing, each from files that were just read. Then `validate` of the last step, on
-one thread, from memory.
+`dcp.load`, and ours with and without hashing, each from files that were just read. Then `validate` of the last step,
+from memory, on one thread, and on as many as there are ranks.
 
 Beside them what could be reached: the ranks at the same time writing as many bytes to a file each, reading their share
-of the files from the disk and from memory, and one thread hashing what is in its caches. What does several things to
-each byte one after the other is limited by 1 / (1 / one + 1 / other): 80 % of that are wanted.
+of the files from the disk, and from memory to as much other memory, as a load does; and threads that read files into a
+buffer, and hash what is in their caches, as `validate` does. What does several things to each byte one after the other
+is limited by 1 / (1 / one + 1 / other): 80 % of that are wanted.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -35,9 +37,9 @@ from harness.offload import opened
 from harness.pool import RankPool
 from harness.toy import QUIET
 from harness.toy_text import write_toy_text
-from limits import drop, hash_bytes, read_files, timed, write_file
+from limits import BUFFER_BYTES, drop, hash_bytes, read_files, side_by_side, timed, write_file
 
-from tools.ckpt.open import open_source
+from tools.ckpt.open import newest_step, open_source
 from tools.ckpt.validate import validate
 from train.checkpoint.manifest import read_manifest
 from train.data.prepare import prepare
@@ -76,7 +78,12 @@ def main() -> None:
             found = pool.run(options.ranks, measure, overrides, folder, options.rounds, timeout_s=1800)
         finally:
             pool.close()
-    report(options.ranks, *found[0])
+        # Here, where no rank waits for another.
+        step = newest_step(folder / "run")
+        with open_source(step) as source:
+            slices = sum(len(entry.pieces) for entry in source.entries)
+        size, seconds = found[0]
+        report(size, slices, seconds | validated(step, options.ranks, options.rounds))
 
 
 def measure(overrides: list[str], folder: Path, rounds: int) -> tuple[int, Seconds]:
@@ -93,28 +100,32 @@ def measure(overrides: list[str], folder: Path, rounds: int) -> tuple[int, Secon
                         found.setdefault(f"{name}: {kind}", []).append(seconds)
                     elif name == "ours" and kind == "stall":
                         found["ours: stall of the first"] = [seconds]
-        folder = parts.run.checkpoints / f"step_{parts.state.step}"
-        manifest = read_manifest(folder)
-        if dist.get_rank() == 0:
-            found |= validated(folder, rounds)
-        dist.barrier()
+        manifest = read_manifest(parts.run.checkpoints / f"step_{parts.state.step}")
     return manifest.bytes, found
 
 
-def validated(folder: Path, rounds: int) -> Seconds:
-    """Seconds of one core: `validate`, and reading and hashing the same files, as often as `validate` hashes a byte."""
+def validated(folder: Path, threads: int, rounds: int) -> Seconds:
+    """Seconds of `validate`, and of reading and hashing the same files, as often as `validate` hashes a byte.
+
+    Those of one thread are of its core, as `both` has them.
+    """
     files = sorted(folder.glob("*.distcp"))
     with open_source(folder) as source:
         cut = sum(entry.nbytes for entry in source.entries if len(entry.pieces) > 1)
     size = sum(path.stat().st_size for path in files)
+    hashing = partial(hash_bytes, (size + cut) // threads)
     found: Seconds = {}
     for _ in range(rounds):
         for name, work in (
             ("one core: read", partial(read_files, files)),
             ("one core: hash", partial(hash_bytes, size + cut)),
-            ("one core: validate", partial(validate, folder)),
+            ("one core: validate", partial(validate, folder, threads=1)),
+            ("threads: read", partial(side_by_side, *(partial(read_files, [file]) for file in files))),
+            ("threads: hash", partial(side_by_side, *[hashing] * threads)),
+            ("threads: validate", partial(validate, folder, threads=threads)),
         ):
-            found.setdefault(name, []).append(timed(work)[1])
+            seconds, of_cores = timed(work)
+            found.setdefault(name, []).append(of_cores if name.startswith("one core") else seconds)
     return found
 
 
@@ -158,16 +169,12 @@ def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict
 
     def load() -> dict[str, float]:
         tree = state.state_dict()
-        began_s = time.perf_counter()
-        dcp.load(tree, checkpoint_id=plain, process_group=group)
-        return {"load": time.perf_counter() - began_s}
+        return both("load", partial(dcp.load, tree, checkpoint_id=plain, process_group=group))
 
     def load_ours(verify: bool) -> dict[str, float]:
         manifest = read_manifest(parts.run.checkpoints / f"step_{state.step}")
         store.verify_load = verify
-        began_s = time.perf_counter()
-        store.load(state, manifest)
-        return {"load": time.perf_counter() - began_s}
+        return both("load", partial(store.load, state, manifest))
 
     def limits() -> dict[str, float]:
         files = sorted((parts.run.checkpoints / f"step_{state.step}").glob("*.distcp"))
@@ -178,9 +185,11 @@ def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict
         drop(own)
         dist.barrier()
         found["read from the disk"] = timed(lambda: read_files(own))[0]
+        taken = np.ones(sum(path.stat().st_size for path in own) + BUFFER_BYTES, np.uint8)
         dist.barrier()
-        found["read from memory"] = timed(lambda: read_files(own))[0]
-        return found
+        found |= both("read to memory", partial(read_files, own, taken))
+        dist.barrier()
+        return found | both("hash", partial(hash_bytes, taken.nbytes))
 
     return {
         "dcp.save": save,
@@ -193,6 +202,12 @@ def turns(parts: Parts, folder: Path, group: Any) -> dict[str, Callable[[], dict
     }
 
 
+def both(name: str, work: Callable[[], object]) -> dict[str, float]:
+    """Do something; return seconds, and those of a core: what else goes on on the machine counts less there."""
+    seconds, of_a_core = timed(work)
+    return {name: seconds, f"{name}, of a core": of_a_core}
+
+
 def compute() -> None:
     """Forward and backward of a small batch through a matrix: some 50 ms."""
     weights = torch.ones(1024, 1024, requires_grad=True)
@@ -200,26 +215,27 @@ def compute() -> None:
         (torch.ones(256, 1024) @ weights).sum().backward()
 
 
-def report(ranks: int, size: int, found: Seconds) -> None:
+def report(size: int, slices: int, found: Seconds) -> None:
     """Print medians, and what they mean."""
-    print(f"checkpoint of {size / 1e6:,.0f} MB")
+    print(f"checkpoint of {size / 1e6:,.0f} MB in {slices} slices")
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
     for name, seconds in middle.items():
         print(f"{name:36} {seconds:8.3f} s  {size / seconds / 1e6:8,.0f} MB/s")
     plain = middle["dcp.save: stall"]
     for name in ("ours: stall", "ours: stall, of a core", "dcp.async_save: stall"):
         print(f"{name}: {100 * middle[name] / plain:.1f} % of a plain save's time")
-    write, disk, memory = (
-        middle[f"limit: {kind}"] for kind in ("write", "read from the disk", "read from memory")
+    write, disk, memory, hashing = (
+        middle[f"limit: {kind}"]
+        for kind in ("write", "read from the disk", "read to memory, of a core", "hash, of a core")
     )
-    hashing = middle["one core: hash"] / ranks
     for name, limit_s in (
         ("dcp.save: stall", write),
         ("ours: until it is there", write + disk),
-        ("dcp: load", memory),
-        ("ours without hashes: load", memory),
-        ("ours with hashes: load", memory + hashing),
+        ("dcp: load, of a core", memory),
+        ("ours without hashes: load, of a core", memory),
+        ("ours with hashes: load, of a core", memory + hashing),
         ("one core: validate", middle["one core: read"] + middle["one core: hash"]),
+        ("threads: validate", middle["threads: read"] + middle["threads: hash"]),
     ):
         print(f"{name}: {100 * limit_s / middle[name]:.0f} % of what could be reached ({limit_s:.3f} s)")
 

@@ -3,12 +3,15 @@
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 BUFFER_BYTES = 4 << 20
+Bytes = NDArray[np.uint8]
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -18,12 +21,15 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.process_time() - began_core_s
 
 
-def read_files(paths: Iterable[Path]) -> int:
-    """Read files from begin to end into one buffer; return their bytes."""
+def read_files(paths: Iterable[Path], memory: Bytes | None = None) -> int:
+    """Read files from begin to end, into one buffer again and again, or one after the other into `memory`.
+
+    Return their bytes.
+    """
     buffer, total = np.empty(BUFFER_BYTES, np.uint8), 0
     for path in paths:
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+            while count := file.readinto(buffer if memory is None else memory[total : total + BUFFER_BYTES]):
                 total += count
     return total
 
@@ -33,6 +39,13 @@ def hash_bytes(nbytes: int) -> None:
     buffer, made = np.ones(BUFFER_BYTES, np.uint8), xxhash.xxh3_128()
     for _ in range(0, nbytes, BUFFER_BYTES):
         made.update(buffer)  # type: ignore[arg-type]
+
+
+def side_by_side(*works: Callable[[], object]) -> None:
+    """Do several things at the same time, each in a thread."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()
 
 
 def write_file(path: Path, nbytes: int) -> None:

@@ -21,6 +21,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from train.checkpoint.digests import write_digests
+from train.checkpoint.rest import PlacingWriter, located
+from train.checkpoint.stored import HashingPlanner, Stored
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape."""
 MODEL = {"vocab_size": 64, "dim": 32, "layers": 1, "heads": 2, "ffn_dim": 48, "max_sequence_length": 16}
@@ -98,6 +102,18 @@ def save_dcp(
     return folder
 
 
+def write_step(
+    folder: Path, tree: dict[str, Tensor], stored: Mapping[tuple[str, ...], Stored] | None = None
+) -> None:
+    """Write a step as one rank of a run does, but for its manifest."""
+    planner = HashingPlanner(stored or {})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        writer = PlacingWriter(folder, per_thread_copy_ahead=0)
+        dcp.save(tree, storage_writer=writer, planner=planner, no_dist=True)
+    write_digests(folder, 0, *located(folder, writer.written, planner.digests))
+
+
 def load_dcp(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """Load with torch into tensors as those of `like`."""
 
@@ -153,18 +169,23 @@ def save_ours(
     step: int = 7,
     cuts: Mapping[str, Sequence[Box]] | None = None,
     files: int = 1,
+    places: bool = True,
 ) -> Path:
-    """Save a step of format 2; returns its folder."""
+    """Save a step of format 2; returns its folder. `places`: whether it says where the values of slices lie."""
     cuts = cuts or {}
     save_dcp(folder, tree, cuts, files)
     (folder / "digests").mkdir()
     tensors = flat(tree)
+    lies = values_in(folder) if places else {}
     slices = []
     for name, tensor in tensors.items():
         whole: list[Box] = [((0,) * tensor.dim(), tuple(tensor.shape))]
         for start, shape in cuts.get(name, whole):
             part = tensor[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
-            slices.append({"tensor": name, "start": start, "shape": shape, "xxh3": hexed(part)})
+            told = {"tensor": name, "start": start, "shape": shape, "xxh3": hexed(part)}
+            if (name, tuple(start)) in lies:
+                told["offset"] = lies[name, tuple(start)][1]
+            slices.append(told)
     rest = {path.name: rest_hexed(path) for path in folder.glob("*.distcp")}
     (folder / "digests/rank_0.json").write_text(json.dumps({"slices": slices, "rest": rest}))
     write_manifest(folder, tensors, step)
@@ -206,19 +227,28 @@ def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(fields))
 
 
+def values_in(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
+    """Where torch's reader of archives finds the values of each slice: (file, first byte, number of bytes)."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    data = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+    found = {}
+    for index, place in metadata.storage_data.items():
+        part = io.BytesIO(data[place.relative_path][place.offset : place.offset + place.length])
+        reader = torch._C.PyTorchFileReader(part)
+        if "data/0" in reader.get_all_records():
+            begin = place.offset + reader.get_record_offset("data/0")
+            size = len(reader.get_record("data/0"))
+            found[index.fqn, tuple(index.offset or ())] = (place.relative_path, begin, size)
+    return found
+
+
 def rest_hexed(path: Path) -> str:
-    """Hash a file of slices without the values in it, in whose place torch's reader of archives finds them."""
-    metadata = dcp.FileSystemReader(path.parent).read_metadata()
+    """Hash a file of slices without the values in it."""
     data = path.read_bytes()
     keep = bytearray(b"\1" * len(data))
-    for place in metadata.storage_data.values():
-        if place.relative_path == path.name:
-            part = io.BytesIO(data[place.offset : place.offset + place.length])
-            reader = torch._C.PyTorchFileReader(part)
-            if "data/0" in reader.get_all_records():
-                begin = place.offset + reader.get_record_offset("data/0")
-                size = len(reader.get_record("data/0"))
-                keep[begin : begin + size] = bytes(size)
+    for file, begin, size in values_in(path.parent).values():
+        if file == path.name:
+            keep[begin : begin + size] = bytes(size)
     kept = np.frombuffer(data, np.uint8)[np.frombuffer(keep, np.bool_)]
     return xxhash.xxh3_128_hexdigest(kept.tobytes())
 

@@ -99,3 +99,19 @@ def test_what_was_replaced_is_not_held() -> None:
     case.optimizer.state.clear()
     gc.collect()
     assert old() is None
+
+
+@pytest.mark.req("C8")
+def test_it_is_known_whether_the_tensors_of_the_optimizer_are_all_there() -> None:
+    case = Counted()
+    case.trees()
+    assert case.references.complete
+    case.references.forget()
+    assert not case.references.complete
+
+    def without_one() -> Trees:
+        model, moments = case.list()
+        return {name: value for name, value in model.items() if name != "0.bias"}, moments
+
+    case.references.of(case.optimizer, without_one)
+    assert not case.references.complete

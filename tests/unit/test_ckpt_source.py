@@ -95,11 +95,11 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, [box for box in boxes if 0 not in box[1]]
 
 
-@given(cut=cut_tensors(), limit=st.integers(1, 50), flat_cut=st.integers(0, 40), data=st.data())
+@given(cut=cut_tensors(), limit=st.none() | st.integers(1, 50), flat_cut=st.integers(0, 40), data=st.data())
 def test_any_cut_reads_as_the_whole(
     tmp_path_factory: pytest.TempPathFactory,
     cut: tuple[tuple[int, ...], list[Box]],
-    limit: int,
+    limit: int | None,
     flat_cut: int,
     data: st.DataObject,
 ) -> None:

@@ -45,18 +45,20 @@ class Checks:
         """`entry` has its pieces located."""
         self._source, self._entry = source, entry
         pieces = entry.pieces
-        self._hashes: dict[Piece, _Hash] = {}
+        self._hashes: dict[int, _Hash] = {}
+        """By the identity of a piece."""
         for piece in pieces:
             if piece.xxh3 is not None or piece.crc32 is not None:
-                self._hashes[piece] = _Crc32() if piece.xxh3 is None else xxhash.xxh3_128()
+                self._hashes[id(piece)] = _Crc32() if piece.xxh3 is None else xxhash.xxh3_128()
         # What lies in one piece has one hash: of the piece, and of the whole.
         same = len(pieces) == 1 and pieces[0].xxh3 == entry.xxh3 and pieces[0].strides is None
         self._whole = xxhash.xxh3_128() if entry.xxh3 is not None and not same else None
 
     def tap(self, piece: Piece, raw: NDArray[np.uint8]) -> None:
         """Take the next bytes of a piece."""
-        if piece in self._hashes:
-            self._hashes[piece].update(raw)
+        made = self._hashes.get(id(piece))
+        if made is not None:
+            made.update(raw)
 
     def add(self, window: Window) -> None:
         """Take the next values of the tensor."""
@@ -65,7 +67,10 @@ class Checks:
 
     def findings(self) -> list[Finding]:
         """Say what differs, once all was read; raises `DamageError`."""
-        found = [_compare(self._source, self._entry, piece, self._hashes) for piece in self._entry.pieces]
+        found = [
+            _compare(self._source, self._entry, piece, self._hashes.get(id(piece)))
+            for piece in self._entry.pieces
+        ]
         damaged = [finding for finding in found if finding is not None]
         if not damaged and self._whole is not None and self._whole.hexdigest() != self._entry.xxh3:
             text = "does not have the hash of the whole tensor, though its parts have theirs"
@@ -91,11 +96,10 @@ def check_blocks(source: Source, blocks: Iterable[Block], advance: Advance) -> I
             yield error(text, tensor=", ".join(tensors) or None, file=name, offset=block.offset)
 
 
-def _compare(source: Source, entry: Entry, piece: Piece, hashes: dict[Piece, _Hash]) -> Finding | None:
-    wanted = piece.xxh3 if piece.xxh3 is not None else None if piece.crc32 is None else f"{piece.crc32:08x}"
-    if wanted is None:
+def _compare(source: Source, entry: Entry, piece: Piece, made: _Hash | None) -> Finding | None:
+    if made is None:
         return None
-    made = hashes[piece]
+    wanted = piece.xxh3 if piece.xxh3 is not None else f"{piece.crc32:08x}"
     if piece.strides is not None:
         made = _straight(source, piece, made)
     if made.hexdigest() == wanted:

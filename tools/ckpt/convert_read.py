@@ -63,7 +63,7 @@ def tensors_of(source: Source, weights_only: bool, dtype: str | None, force: boo
         if entry.name in made:
             raise DamagedSourceError(f"{source.path} has {entry.name} twice: remove one of the two")
         pieces = tuple(_with_checksum(entry, piece, crc32) for piece in entry.pieces)
-        made[entry.name] = _tensor(source, replace(entry, pieces=pieces), dtype, force, made)
+        made[entry.name] = _tensor(source, entry._replace(pieces=pieces), dtype, force, made)
     return list(made.values())
 
 
@@ -89,7 +89,7 @@ def _with_checksum(entry: Entry, piece: Piece, crc32: dict[tuple[Path, int, int]
     """Of a storage that holds this piece and nothing else."""
     nbytes = piece.elements * BITS[entry.dtype].itemsize
     found = crc32.get((piece.path, piece.offset, nbytes))
-    return piece if piece.packed or piece.nbytes != nbytes or found is None else replace(piece, crc32=found)
+    return piece if piece.packed or piece.nbytes != nbytes or found is None else piece._replace(crc32=found)
 
 
 def _shared(blocks: list[Block], pieces: list[Piece]) -> Iterator[Block]:
@@ -122,7 +122,7 @@ def _tensor(
 
 def _stream(source: Source, entry: Entry, dtype: str, force: bool) -> Iterator[RawBytes]:
     try:
-        entry = replace(entry, pieces=tuple(source.locate(entry, piece) for piece in entry.pieces))
+        entry = source.located(entry)
         checks = Checks(source, entry)
         limit = None if dtype == entry.dtype else _CONVERTED_ELEMENTS
         for window in source.windows(entry, limit, tap=lambda piece, raw, offset: checks.tap(piece, raw)):

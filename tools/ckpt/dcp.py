@@ -3,11 +3,14 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tools.ckpt.findings import Finding, UnreadableError, error, note
-from tools.ckpt.pickles import Dtype, Opaque, read_pickle
+from tools.ckpt.pickles import Dtype, Opaque, Record, read_intact_pickle, read_pickle
 from tools.ckpt.pieces import Entry, Piece
 from tools.ckpt.roles import role_of
 from tools.ckpt.source import Source
@@ -33,12 +36,24 @@ _KNOWN = frozenset(
     ]
 )
 """What `.metadata` is made of, beside types and sizes."""
+_RECORDS = frozenset(
+    [
+        *(f"{_TORCH}.metadata.{kind}" for kind in ("ChunkStorageMetadata", "MetadataIndex")),
+        f"{_TORCH}.filesystem._StorageInfo",
+    ]
+)
+"""Those of which there is one for each slice."""
 
 
-def read_dcp(folder: Path) -> Source:
-    """Open a folder with `.metadata`; raises `UnreadableError` if that cannot be read."""
+def read_dcp(folder: Path, xxh3: object = None) -> Source:
+    """Open a folder with `.metadata`; raises `UnreadableError` if that cannot be read.
+
+    `xxh3`: the hash that this file should have, where it is known; it is not compared, but for what may be spared.
+    """
     try:
-        tree, foreign = read_pickle((folder / METADATA).read_bytes(), _KNOWN)
+        data = (folder / METADATA).read_bytes()
+        intact = xxh3 is not None and xxhash.xxh3_128_hexdigest(data) == xxh3
+        tree, foreign = read_intact_pickle(data, _KNOWN, _RECORDS) if intact else read_pickle(data, _KNOWN)
         fields = _fields(tree, "Metadata")
         tensors, findings = _tensors(folder, fields)
     except FileNotFoundError as reason:
@@ -54,7 +69,8 @@ def read_dcp(folder: Path) -> Source:
             error(f"asks for {', '.join(sorted(foreign))}, which no checkpoint needs", file=METADATA)
         )
     source = Source(folder, "dcp", tensors, "CRC-32 of each slice", findings=findings)
-    source.files = {METADATA} | {source.name_of(piece.path) for entry in tensors for piece in entry.pieces}
+    paths = {piece.path for entry in tensors for piece in entry.pieces}
+    source.files = {METADATA} | {source.name_of(path) for path in paths}
     megatron = _json(folder / "metadata.json")
     if isinstance(megatron, dict) and "sharded_backend" in megatron:
         _add_megatron(source)
@@ -99,7 +115,7 @@ def _json(path: Path) -> Any:
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     """Fields of a dataclass of torch's metadata."""
     if (
-        not isinstance(value, Opaque)
+        not isinstance(value, Opaque | Record)
         or not value.kind.endswith(f".{kind}")
         or not isinstance(value.state, dict)
     ):
@@ -179,13 +195,18 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _place(folder: Path, place: dict[str, Any]) -> tuple[Path, int, int]:
-    name, offset, nbytes = place["relative_path"], place["offset"], place["length"]
+    offset, nbytes = _sizes((place["offset"], place["length"]))
+    return _file(folder, place["relative_path"]), offset, nbytes
+
+
+@lru_cache(maxsize=4096)
+def _file(folder: Path, name: object) -> Path:
     if not isinstance(name, str) or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"it names the file {name!r:.60}")
-    offset, nbytes = _sizes((offset, nbytes))
-    return folder / name, offset, nbytes
+    return folder / name
 
 
+@lru_cache(maxsize=4096)
 def _rank(path: Path) -> int | None:
     found = _RANK_FILE.fullmatch(path.name)
     return int(found[1]) if found else None

@@ -1,7 +1,6 @@
 """Compare two checkpoints tensor by tensor, whatever their formats and however their tensors were cut."""
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,9 @@ from tools.ckpt.open import open_source
 from tools.ckpt.pieces import Entry
 from tools.ckpt.source import Source, Window
 from tools.ckpt.steady import steadily
+from tools.ckpt.threads import cores, taken_from
 
 _WINDOW_ELEMENTS = 1 << 18
-_MOST_THREADS = 8
 
 Advance = Callable[[int], None]
 """Is told how many bytes were read since it was called last."""
@@ -50,7 +49,7 @@ def diff(
     """
     return steadily(
         [path_a, path_b],
-        lambda: _diff(path_a, path_b, tolerance, only, deep, threads or _cores(), begin),
+        lambda: _diff(path_a, path_b, tolerance, only, deep, threads or cores(), begin),
         lambda found: _is_suspicious(found, deep),
     )
 
@@ -105,10 +104,6 @@ def _chosen(source: Source, other: Source, only: Collection[str] | None) -> list
     return [entry for entry in source.entries if entry.role in only]
 
 
-def _cores() -> int:
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
 def _hash(source: Source, entry: Entry, deep: bool) -> str:
     """Return the hash of a tensor's bytes in row-major order: the saved one, or one made now."""
     if entry.xxh3 is not None and not deep:
@@ -137,7 +132,7 @@ def _compare_all(
 
     def work() -> None:
         with a.twin() as own_a, b.twin() as own_b:
-            for pair in _taken_from(waiting):
+            for pair in taken_from(waiting):
                 found[pair[0].name] = _compare(own_a, own_b, *pair, tolerance)
                 advance(pair[0].nbytes + pair[1].nbytes)
 
@@ -148,14 +143,6 @@ def _compare_all(
         finally:
             waiting.clear()  # interrupted: the others end with the tensor that they are at
     return found
-
-
-def _taken_from(waiting: deque[Pair]) -> Iterator[Pair]:
-    while True:
-        try:
-            yield waiting.popleft()
-        except IndexError:
-            return
 
 
 @dataclass(frozen=True)
@@ -169,8 +156,7 @@ class _Side:
     def located(self) -> "_Side":
         """Return it with the places of its bytes, which need not be looked up again."""
         with self._told():
-            pieces = tuple(self.source.locate(self.entry, piece) for piece in self.entry.pieces)
-        return replace(self, entry=replace(self.entry, pieces=pieces))
+            return replace(self, entry=self.source.located(self.entry))
 
     def windows(self) -> Iterator[Window]:
         """Yield its values; both of one shape come in the same windows."""

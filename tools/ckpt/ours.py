@@ -5,9 +5,9 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import xxhash
 from contract.run_folder import STEP_FOLDER
 from tools.ckpt.dcp import METADATA, read_dcp
 from tools.ckpt.findings import DamageError, Finding, UnreadableError, error, note
-from tools.ckpt.pieces import Entry
+from tools.ckpt.pieces import Entry, Piece
 from tools.ckpt.source import Source
 from tools.ckpt.stored import Stored, check_leftovers, lacks
 from train.checkpoint.compress.step import leftovers
@@ -27,6 +27,8 @@ DIGESTS = "digests"
 _NEWEST_FORMAT = 2
 
 SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
+_Told = tuple[str | None, int | None]
+"""Of a slice: its hash, and where in its file its values begin."""
 
 
 def read_ours(folder: Path, instead: dict[str, Any] | None = None) -> Source:
@@ -46,7 +48,7 @@ def read_ours(folder: Path, instead: dict[str, Any] | None = None) -> Source:
         raise UnreadableError(
             f"{folder} has the format {version}, this version reads up to {_NEWEST_FORMAT}: use a newer one"
         )
-    source = read_dcp(folder)
+    source = read_dcp(folder, manifest.get("metadata"))
     _check_manifest(source, manifest)
     _check_metadata(source, manifest.get("metadata"))
     source.format, source.step = f"trierarch {version}", step
@@ -123,9 +125,13 @@ def _add_hashes(source: Source, manifest: dict[str, Any]) -> None:
     source.checked_by = "xxh3-128 of each slice and of each tensor"
     try:
         found = [_slices_of(source, name, hexed) for name, hexed in manifest["digests"].items()]
-        slices = {key: hexed for one in found for key, hexed in (one or {}).items()}
+        slices = {key: told for one in found for key, told in (one or {}).items()}
         tensors: dict[str, dict[str, Any]] = dict(manifest["tensors"])
-        entries = [_hashed(source, entry, tensors.pop(entry.name, None), slices) for entry in source.entries]
+        # A place within an archive is as good as the hash of the bytes of the archive.
+        sure = {source.root / name for name in source.rests}
+        entries = [
+            _hashed(source, entry, tensors.pop(entry.name, None), slices, sure) for entry in source.entries
+        ]
     except (KeyError, TypeError, AttributeError, ValueError) as reason:
         source.findings.append(error(f"is damaged ({type(reason).__name__}: {reason})", file=MANIFEST))
         return
@@ -147,8 +153,8 @@ def _add_hashes(source: Source, manifest: dict[str, Any]) -> None:
     ]
 
 
-def _slices_of(source: Source, name: str, hexed: str) -> dict[SliceKey, str] | None:
-    """Hashes of slices in a file of `digests`; None, and a finding, if it is damaged.
+def _slices_of(source: Source, name: str, hexed: str) -> dict[SliceKey, _Told] | None:
+    """What a file of `digests` says of slices; None, and a finding, if it is damaged.
 
     Those of the rest of files go to the source.
     """
@@ -164,18 +170,35 @@ def _slices_of(source: Source, name: str, hexed: str) -> dict[SliceKey, str] | N
     told = json.loads(raw)
     source.rests |= {str(name): str(rest) for name, rest in told.get("rest", {}).items()}
     return {
-        (one["tensor"], tuple(one["start"]), tuple(one["shape"])): str(one["xxh3"]) for one in told["slices"]
+        (one["tensor"], tuple(one["start"]), tuple(one["shape"])): (str(one["xxh3"]), one.get("offset"))
+        for one in told["slices"]
     }
 
 
-def _hashed(source: Source, entry: Entry, saved: dict[str, Any] | None, slices: dict[SliceKey, str]) -> Entry:
-    keys = [(entry.name, piece.start, piece.shape) for piece in entry.pieces]
-    pieces = [
-        replace(piece, xxh3=slices.pop(key, None)) for piece, key in zip(entry.pieces, keys, strict=True)
-    ]
+def _hashed(
+    source: Source,
+    entry: Entry,
+    saved: dict[str, Any] | None,
+    slices: dict[SliceKey, _Told],
+    sure: Collection[Path],
+) -> Entry:
+    pieces = []
+    for piece in entry.pieces:
+        hexed, values = slices.pop((entry.name, piece.start, piece.shape), (None, None))
+        if values is not None and not _is_within(piece, values, entry.nbytes_of(piece)):
+            text = f"its part at {list(piece.start)} is said to begin at {values!r:.40}, which is not in its archive"
+            where = {"file": source.name_of(piece.path), "offset": piece.offset, "rank": piece.rank}
+            source.findings.append(error(text, tensor=entry.name, **where))
+            values = None
+        pieces.append(piece._replace(xxh3=hexed, values=values if piece.path in sure else None))
     if saved is None:
         source.findings.append(error(f"is not in {MANIFEST}", tensor=entry.name))
     elif (saved["dtype"], tuple(saved["shape"])) != (entry.dtype, entry.shape):
         text = f"is {entry.dtype} {list(entry.shape)}, {MANIFEST} says {saved['dtype']} {saved['shape']}"
         source.findings.append(error(text, tensor=entry.name))
-    return replace(entry, pieces=tuple(pieces), xxh3=None if saved is None else str(saved["xxh3"]))
+    return entry._replace(pieces=tuple(pieces), xxh3=None if saved is None else str(saved["xxh3"]))
+
+
+def _is_within(archive: Piece, values: object, nbytes: int) -> bool:
+    end = archive.offset + archive.nbytes
+    return isinstance(values, int) and archive.offset <= values <= values + nbytes <= end

@@ -1,9 +1,11 @@
 """What tensors of a checkpoint are made of, and where that lies."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +14,7 @@ from tools.ckpt.dtypes import BITS
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a tensor: a box, or a range of its elements in row-major order."""
 
     path: Path
@@ -36,6 +37,8 @@ class Piece:
     """Checksum that its bytes should have."""
     rank: int | None = None
     """Who wrote it."""
+    values: int | None = None
+    """Where in the file its values begin, row-major, if that is known of one that is `packed`."""
 
     @property
     def elements(self) -> int:
@@ -43,8 +46,7 @@ class Piece:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One global tensor."""
 
     name: str
@@ -68,6 +70,10 @@ class Entry:
     def nbytes(self) -> int:
         """Its size, as values."""
         return self.elements * BITS[self.dtype].itemsize
+
+    def nbytes_of(self, piece: Piece) -> int:
+        """Size of a piece of it, as values."""
+        return piece.elements * BITS[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -97,14 +103,33 @@ def relocated(piece: Piece, offset: int, nbytes: int, strides: Shape, crc32: int
     is_plain = all(
         size <= 1 or own == other for size, own, other in zip(piece.shape, plain, strides, strict=True)
     )
-    return replace(
-        piece,
+    return piece._replace(
         packed=False,
         offset=offset,
         nbytes=nbytes,
         strides=None if is_plain or piece.elements == 0 else strides,
         crc32=crc32,
     )
+
+
+def in_order(shape: Shape, pieces: Sequence[Piece]) -> list[Piece] | None:
+    """Return the pieces of a tensor in its order, if each is one run of its elements that follows the one before.
+
+    So it is where a tensor is cut by rows, or not at all. None where it is not so, or not known.
+    """
+    elements = math.prod(shape)
+    row = 1 if not shape else math.prod(shape[1:])
+    runs = []
+    for piece in pieces:
+        whole_rows = piece.flat or piece.shape[1:] == shape[1:]
+        if piece.packed or piece.strides is not None or not whole_rows:
+            return None
+        begin = piece.start[0] if piece.start else 0
+        runs.append((begin if piece.flat else begin * row, piece.elements, piece))
+    runs = sorted((run for run in runs if run[1] > 0), key=lambda run: run[0])
+    ends = list(accumulate((count for _, count, _ in runs), initial=0))
+    follow = ends[-1] == elements and all(run[0] == end for run, end in zip(runs, ends, strict=False))
+    return [piece for _, _, piece in runs] if follow else None
 
 
 def boxes(shape: Shape, limit: int) -> Iterator[tuple[int, Shape, Shape]]:

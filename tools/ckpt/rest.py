@@ -50,7 +50,22 @@ class Rests:
         rest = Rest(self._source.size_of(path), values)
         if rest.digest(partial(self._source.read, path)) == wanted:
             return
+        broken = list(self._broken(path))
+        yield from broken
+        if broken:
+            return
         gaps = list(rest.gaps())
         begin, end = (gaps[0][0], gaps[-1][1]) if gaps else (0, 0)
         text = f"its bytes beside values, between {begin} and {end}, do not have the hash that they were saved with"
         yield error(text, file=name, offset=begin)
+
+    def _broken(self, path: Path) -> Iterator[Finding]:
+        """Say in which archives of a file torch would not find the values that were found without looking at these."""
+        for entry in self._source.entries:
+            for piece in entry.pieces:
+                if piece.path != path or piece.values is None:
+                    continue
+                try:
+                    self._source.locate(entry, piece._replace(values=None))
+                except DamageError as damage:
+                    yield damage.finding

@@ -7,19 +7,19 @@ row-major order of the global tensor, so that memory stays bounded and nothing d
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tools.ckpt.dtypes import BITS, Bits
 from tools.ckpt.findings import DamageError, Finding, UnreadableError, error
-from tools.ckpt.pieces import Block, Entry, Piece, Shape, boxes
+from tools.ckpt.pieces import Block, Entry, Piece, Shape, boxes, in_order
 
 if TYPE_CHECKING:
     from tools.ckpt.stored import Stored
@@ -30,8 +30,7 @@ as long."""
 _OPEN_FILES = 32
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Part of a tensor in row-major order."""
 
     begin: int
@@ -118,9 +117,15 @@ class Source:
         """Return where the bytes of a piece are; raises `DamageError` where they should be and are not."""
         if not piece.packed:
             return piece
+        if piece.values is not None:
+            return piece._replace(offset=piece.values, nbytes=entry.nbytes_of(piece), packed=False)
         from tools.ckpt.torch_zip import unpacked
 
         return unpacked(self, entry, piece)
+
+    def located(self, entry: Entry) -> Entry:
+        """Return a tensor with the places of its bytes, which need not be looked up again; raises `DamageError`."""
+        return entry._replace(pieces=tuple(self.locate(entry, piece) for piece in entry.pieces))
 
     def windows(
         self, entry: Entry, limit_elements: int | None = None, tap: Tap | None = None
@@ -133,19 +138,34 @@ class Source:
         itemsize = BITS[entry.dtype].itemsize
         limit = max(1, limit_elements or WINDOW_BYTES // itemsize)
         pieces = [self.locate(entry, piece) for piece in entry.pieces]
-        wanted = min(limit, max(entry.elements, 1)) * itemsize
+        runs = in_order(entry.shape, pieces) if limit_elements is None else None
+        largest = entry.elements if runs is None else max((run.elements for run in runs), default=0)
+        wanted = min(limit, max(largest, 1)) * itemsize
         # One at a time has the bytes that are kept.
         spare, self._window = self._window, None
         if spare is None or spare.nbytes < wanted:
             spare = np.empty(wanted, np.uint8)
         buffer = spare[:wanted].view(BITS[entry.dtype])
         try:
-            for begin, start, shape in boxes(entry.shape, limit):
-                values = buffer[: math.prod(shape)]
-                self._fill(entry, pieces, begin, start, values.reshape(shape), tap)
-                yield Window(begin, values)
+            if runs is None:
+                for begin, start, shape in boxes(entry.shape, limit):
+                    values = buffer[: math.prod(shape)]
+                    self._fill(entry, pieces, begin, start, values.reshape(shape), tap)
+                    yield Window(begin, values)
+            else:
+                yield from self._run_windows(runs, buffer, tap)
         finally:
             self._window = spare
+
+    def _run_windows(self, runs: Iterable[Piece], buffer: Bits, tap: Tap | None) -> Iterator[Window]:
+        """Yield the windows of pieces that follow each other in the tensor, as they lie in their files."""
+        begin = 0
+        for piece in runs:
+            for position in range(0, piece.elements, buffer.size):
+                values = buffer[: min(buffer.size, piece.elements - position)]
+                self._read_run(piece, position, values, tap)
+                yield Window(begin, values)
+                begin += values.size
 
     def rows(self, entry: Entry, begin: int, end: int) -> Bits:
         """Return rows [begin, end) of the first dim; of a tensor without dims, its value."""

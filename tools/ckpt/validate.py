@@ -1,7 +1,7 @@
 """Is a checkpoint whole? By structure, by every byte against its hash, or by what the values say."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tools.ckpt.rest import Rests
 from tools.ckpt.source import Source
 from tools.ckpt.steady import steadily
 from tools.ckpt.stored import check_stored, stored_bytes
+from tools.ckpt.threads import cores, for_each
 from tools.ckpt.torch_files import ZIP_MAGIC
 from tools.ckpt.torch_zip import TorchArchive
 
@@ -31,16 +32,18 @@ def validate(
     depth: Depth = Depth.FULL,
     shapes_of: ShapesOf = lambda model: None,
     begin: Callable[[int], Advance] = lambda total: lambda nbytes: None,
+    threads: int | None = None,
 ) -> Report:
     """Check one checkpoint (of a run, its newest step); what is wrong with it is in the report, and never raised.
 
-    `begin` is given the number of bytes to read, for a progress bar.
+    `begin` is given the number of bytes to read, for a progress bar. Holds a few MiB per thread (default: one for each
+    core that this process may use, 8 at most).
     """
     from contract.errors import UserError
 
     def look() -> Report:
         with open_source(path) as source:
-            return check(source, depth, shapes_of, begin)
+            return check(source, depth, shapes_of, begin, threads)
 
     try:
         return steadily([path], look, _is_suspicious)
@@ -57,12 +60,13 @@ def check(
     depth: Depth = Depth.FULL,
     shapes_of: ShapesOf = lambda model: None,
     begin: Callable[[int], Advance] = lambda total: lambda nbytes: None,
+    threads: int | None = None,
 ) -> Report:
     """Check a checkpoint that is open, as `validate` does."""
     report = Report(source.path, depth, source.format, source.step, source.checked_by, len(source.entries))
     report.findings = [*source.problems(), *relations(source, shapes_of)]
     if depth is not Depth.QUICK and source.lacks is None:
-        _read(source, report, begin)
+        _read(source, report, begin, threads or cores())
     elif depth is not Depth.QUICK:
         advance = begin(stored_bytes(source))
         report.findings += check_stored(source, advance)
@@ -72,7 +76,7 @@ def check(
     return report
 
 
-def _read(source: Source, report: Report, begin: Callable[[int], Advance]) -> None:
+def _read(source: Source, report: Report, begin: Callable[[int], Advance], threads: int) -> None:
     blocks = {block.path for block in source.blocks}
     # What checksums of files cover is read with these, and for its values only if they are asked for.
     entries = [
@@ -87,12 +91,19 @@ def _read(source: Source, report: Report, begin: Callable[[int], Advance]) -> No
     deep = Deep(source) if report.depth is Depth.DEEP else None
     # Where a file is missing or cut, that was said once: not for each tensor in it again.
     cut = _cut(source) if report.errors else set()
+    reached = []
     for entry in entries:
-        if any(piece.path in cut and not _reaches(source, piece) for piece in entry.pieces):
+        if cut and any(piece.path in cut and not _reaches(source, piece) for piece in entry.pieces):
             rests.lost(entry.pieces)
-            continue
-        report.findings += _entry(source, entry, deep, rests, advance)
-        report.read_bytes += entry.nbytes
+        else:
+            reached.append(entry)
+    for looked in for_each(source, reached, lambda own, entry: _entry(own, entry, deep, advance), threads):
+        report.findings += looked.findings
+        report.read_bytes += looked.entry.nbytes
+        if looked.located:
+            rests.located(looked.entry.pieces)
+        else:
+            rests.lost(looked.entry.pieces)
     reliable = [block for block in source.blocks if block.path not in cut]
     report.findings += check_blocks(source, reliable, advance)
     report.read_bytes += sum(block.nbytes for block in source.blocks)
@@ -121,20 +132,31 @@ def _reaches(source: Source, piece: Piece) -> bool:
         return False
 
 
-def _entry(
-    source: Source, entry: Entry, deep: Deep | None, rests: Rests, advance: Advance
-) -> Iterator[Finding]:
-    """Read a tensor once, in its order; both its own hash and those of its pieces come from the same bytes."""
+@dataclass(frozen=True)
+class _Looked:
+    """What was found of one tensor."""
+
+    entry: Entry
+    located: bool
+    """Whether it has the places of its bytes."""
+    findings: Sequence[Finding]
+
+
+def _entry(source: Source, entry: Entry, deep: Deep | None, advance: Advance) -> _Looked:
+    """Look at a tensor."""
     try:
-        if entry.dtype == "object":
-            yield from _object(source, entry)
-        located = [source.locate(entry, piece) for piece in entry.pieces]
-        entry = replace(entry, pieces=tuple(located))  # found once, and not again for reading
+        said = list(_object(source, entry)) if entry.dtype == "object" else []
+        entry = source.located(entry)
     except DamageError as damage:
-        rests.lost(entry.pieces)
-        yield damage.finding
-        return
-    rests.located(located)
+        return _Looked(entry, False, [damage.finding])
+    try:
+        return _Looked(entry, True, [*said, *_values(source, entry, deep, advance)])
+    except DamageError as damage:
+        return _Looked(entry, True, [*said, _with(damage.finding, entry)])
+
+
+def _values(source: Source, entry: Entry, deep: Deep | None, advance: Advance) -> list[Finding]:
+    """Read a tensor once, in its order; both its own hash and those of its pieces come from the same bytes."""
     checks = Checks(source, entry)
     values = Values(entry) if deep is not None else None
 
@@ -144,19 +166,15 @@ def _entry(
             values.pages(raw, offset)
         advance(raw.nbytes)
 
-    try:
-        for window in source.windows(entry, tap=tap):
-            checks.add(window)
-            if values is not None:
-                values.add(window)
-        damaged = checks.findings()
-    except DamageError as damage:
-        yield _with(damage.finding, entry)
-        return
-    yield from damaged
-    if values is not None and deep is not None and not damaged:
-        yield from values.findings(source)
-        deep.keep(entry, values)
+    for window in source.windows(entry, tap=tap):
+        checks.add(window)
+        if values is not None:
+            values.add(window)
+    damaged = checks.findings()
+    if values is None or deep is None or damaged:
+        return damaged
+    deep.keep(entry, values)
+    return list(values.findings(source))
 
 
 def _with(finding: Finding, entry: Entry) -> Finding:

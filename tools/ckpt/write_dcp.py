@@ -96,8 +96,9 @@ def _write_tensor(files: _Files, one: Tensor, slice_bytes: int, written: Written
         own = xxhash.xxh3_128()
         storage = ("0", nbytes, _hashing(feed.take(nbytes), own))
         begins = write_archive(file, Stored("0", one.dtype, shape), [storage])
-        written.values[name].append((begin + begins["0"], nbytes))
-        written.slices.append(Digest(one.name, start, shape, own.hexdigest()))
+        values = begin + begins["0"]
+        written.values[name].append((values, nbytes))
+        written.slices.append(Digest(one.name, start, shape, own.hexdigest(), values))
         yield _Place(name, begin, file.tell() - begin)
     feed.finish()
     whole = {"dtype": one.dtype, "shape": list(one.shape), "xxh3": feed.hash.hexdigest()}

@@ -63,7 +63,7 @@ def write_ours(
         **told.more,
     )
     manifest.write(folder)
-    report = validate(folder)
+    report = validate(folder, threads=1)  # memory counts here
     wrong = [str(one) for one in report.findings if one.severity is Severity.ERROR]
     if report.exit_code:
         raise NotWrittenError(f"it does not read back as it was written: {report.unreadable or wrong[0]}")

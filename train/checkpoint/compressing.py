@@ -28,7 +28,7 @@ from train.checkpoint.compress.step import (
 from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import Manifest, parse_manifest, read_manifest
 from train.checkpoint.reader import SafeReader
-from train.checkpoint.slices import slices, tensors
+from train.checkpoint.slices import position, slices, tensors
 from train.checkpoint.write import broadcast
 
 HOLD_WAIT_S = 1.0
@@ -217,13 +217,14 @@ def places_in(
         for tensor, _ in tensors(metadata):
             for part in slices(files, metadata, tensor):
                 key = (tensor, part.start)
-                if part.path.name in chosen and (wanted is None or key in wanted):
+                if part.file in chosen and (wanted is None or key in wanted):
+                    told = reader.told(part)
                     found[key] = Place(
-                        file=part.path.name,
-                        begin=part.position(),
+                        file=part.file,
+                        begin=position(part, told),
                         nbytes=part.nbytes,
                         itemsize=part.dtype.itemsize,
-                        xxh3=reader.hash_of(part),
+                        xxh3=told.xxh3,
                     )
     return found
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from train.durable import sync_folder
 
 FOLDER = "digests"
 WINDOW_BYTES = 1 << 20
+_MOST_BYTES = 1 << 62
 Box = tuple[int, ...]
 """Where something begins in a tensor, or how much of it there is: one number for each dimension."""
 
@@ -31,6 +32,8 @@ class Digest:
     shape: Box
     xxh3: str
     """Of the slice's bytes, contiguous and row-major, in hexadecimal digits."""
+    offset: int | None = field(default=None, compare=False)
+    """Of its first value in its file; None in steps of before this was written down."""
 
     @property
     def values(self) -> int:
@@ -55,14 +58,17 @@ def write_digests(
     slices: Iterable[Digest],
     rest: Mapping[str, str],
     rounded: Mapping[str, float] | None = None,
+    metadata: str | None = None,
 ) -> None:
     """Write what `rank` has hashed beside the checkpoint in `folder`, durably.
 
-    `rest`: the hash of `Rest`, by file. `rounded`: the largest relative error of what was rounded, by role.
+    `rest`: the hash of `Rest`, by file. `rounded`: the largest relative error of what was rounded, by role. `metadata`:
+    the hash of `.metadata`, by who wrote it.
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    text = json.dumps({"slices": [asdict(one) for one in slices], "rest": rest, "rounded": rounded or {}})
+    told = {"slices": [vars(one) for one in slices], "rest": rest, "rounded": rounded or {}}
+    text = json.dumps(told if metadata is None else told | {"metadata": metadata})
     write_durably(target / file_name(rank), text + "\n")
     sync_folder(target)
 
@@ -73,13 +79,50 @@ def read_digests(path: Path, expected: str | None) -> list[Digest]:
         data = path.read_bytes()
         if expected is not None and digest(data) != expected:
             raise ValueError("its content is not what was written")
-        slices = [
-            Digest(str(one["tensor"]), tuple(one["start"]), tuple(one["shape"]), str(one["xxh3"]))
-            for one in json.loads(data)["slices"]
-        ]
+        return [_digest(one) for one in json.loads(data)["slices"]]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{FOLDER}/{path.name} is damaged: {error}") from error
-    return slices
+
+
+def _digest(told: Mapping[str, Any]) -> Digest:
+    offset = told.get("offset")
+    if not (offset is None or (isinstance(offset, int) and 0 <= offset < _MOST_BYTES)):
+        raise ValueError(f"a slice of {told['tensor']} lies at {offset!r:.40}")
+    return Digest(str(told["tensor"]), tuple(told["start"]), tuple(told["shape"]), str(told["xxh3"]), offset)
+
+
+class Listed:
+    """The slices of a step as the ranks that wrote them have listed them; each file is read when it is needed."""
+
+    def __init__(self, folder: Path, expected: Mapping[str, str] | None) -> None:
+        """`expected`: the hash of each file, by its name; None where they are not known (yet)."""
+        self._folder = folder
+        self._expected = expected
+        self._by_rank: dict[int, dict[tuple[str, Box], Digest]] = {}
+
+    def find(self, rank: int, tensor: str, start: Box) -> Digest | None:
+        """Return what `rank` says of a slice, None where that is nothing; raises `ValueError` for a damaged file."""
+        if rank not in self._by_rank:
+            name = file_name(rank)
+            expected = None if self._expected is None else self._expected.get(name)
+            listed = read_digests(self._folder / FOLDER / name, expected)
+            self._by_rank[rank] = {(one.tensor, one.start): one for one in listed}
+        return self._by_rank[rank].get((tensor, start))
+
+
+def read_rest(path: Path) -> dict[str, str]:
+    """The hash of `Rest`, by file, of what the rank of such a file has written; raises `ValueError`, OSError."""
+    found: dict[str, str] = json.loads(path.read_bytes()).get("rest", {})
+    return found
+
+
+def read_metadata_hash(path: Path) -> str | None:
+    """The hash that `.metadata` had when it was written, by such a file; None where that is not known."""
+    try:
+        found = json.loads(path.read_bytes()).get("metadata")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def read_rounded(path: Path) -> dict[str, float]:

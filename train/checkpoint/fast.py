@@ -14,19 +14,22 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 import xxhash
 
 from contract.run_folder import Event, RunFolder
+from train.checkpoint.compress.files import StepFiles
 from train.checkpoint.digests import FOLDER, digest, file_name, write_durably
 from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import METADATA, Manifest, sealed
-from train.checkpoint.slices import read_into, values_at
+from train.checkpoint.slices import values_at
 from train.checkpoint.write import Snapshot, Writer, Written, broadcast
 from train.durable import drop_from_memory, sync_folder
 
@@ -218,19 +221,20 @@ def _read_back(folder: Path, written: Written) -> None:
     )
     for name in {name for name, *_ in places}:
         drop_from_memory(folder / name)
-    for name, offset, length, index in places:
-        begin, nbytes = values_at(folder / name, offset, length)
-        if _hash(folder / name, begin, nbytes) != expected[index.fqn, tuple(index.offset or ())]:
-            raise DamagedError(
-                f"the slice of {index.fqn} at {list(index.offset or ())} does not read back from {folder / name} as it "
-                "was written"
-            )
+    with closing(StepFiles(folder)) as files:
+        for name, offset, length, index in places:
+            begin, nbytes = values_at(files, name, offset, length)
+            if _hash(files, name, begin, nbytes) != expected[index.fqn, tuple(index.offset or ())]:
+                raise DamagedError(
+                    f"the slice of {index.fqn} at {list(index.offset or ())} does not read back from {folder / name} "
+                    "as it was written"
+                )
 
 
-def _hash(path: Path, begin: int, nbytes: int) -> str:
+def _hash(files: StepFiles, name: str, begin: int, nbytes: int) -> str:
     made = xxhash.xxh3_128()
     for first in range(begin, begin + nbytes, _WINDOW_BYTES):
-        buffer = bytearray(min(_WINDOW_BYTES, begin + nbytes - first))
-        read_into(path, first, buffer)
-        made.update(buffer)
+        buffer = np.empty(min(_WINDOW_BYTES, begin + nbytes - first), np.uint8)
+        files.read_into(name, first, buffer)
+        made.update(buffer)  # type: ignore[arg-type]
     return made.hexdigest()

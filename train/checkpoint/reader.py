@@ -16,14 +16,16 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
+from train.checkpoint.boxes import Boxes, Part
 from train.checkpoint.compress.files import StepFiles
-from train.checkpoint.digests import FOLDER, Box, digest, file_name, read_digests
+from train.checkpoint.digests import Digest, Listed, digest
 from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import METADATA, Manifest, read_manifest
-from train.checkpoint.slices import Slice, indexed_slice
+from train.checkpoint.slices import Slice, indexed_slice, position, told_of
+from train.checkpoint.staging import leaves_of
 from train.checkpoint.stored import as_bytes
 
 _WINDOW_BYTES = 2 << 20
@@ -90,8 +92,12 @@ def whole(folder: Path) -> Manifest:
 def load_tree(tree: dict[str, Any], reader: "SafeReader") -> None:
     """Give the tensors of `tree`, in place, the values that the checkpoint has for them. Not collective.
 
-    Raises `DamagedError`, or `CheckpointException` for what has another reason.
+    Raises `DamagedError`; where it is not a checkpoint of such a tree `UnfitError`, or `CheckpointException` for one
+    without hashes.
     """
+    if reader.has_hashes:
+        reader.load(tree)
+        return
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -135,20 +141,26 @@ class Phases:
 class SafeReader(FileSystemReader):
     """torch's reader, with a restricted unpickler for `.metadata`: a pickle can run any code.
 
-    Slices are taken from their files as plain bytes and compared with their hashes; those of a checkpoint without
-    hashes (format 1) are left to torch, which does not unpickle tensors.
+    Slices are taken from their files as plain bytes and compared with their hashes (`load`); those of a checkpoint
+    without hashes (format 1) are left to torch, which does not unpickle tensors.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None, verify: bool = True) -> None:
-        """`manifest`: that of the folder, where there is one; `verify`: whether to hash what is read."""
+    def __init__(
+        self, folder: Path, manifest: Manifest | None = None, verify: bool = True, metadata: str | None = None
+    ) -> None:
+        """`manifest`: that of the folder, where there is one; `verify`: whether to hash what is read.
+
+        `metadata`: the hash that the file had when it was written, where there is no manifest yet.
+        """
         super().__init__(folder)
         self._folder = folder
         self._files = StepFiles(folder, manifest)
         self._manifest = manifest
+        self._metadata_hash = metadata if manifest is None else manifest.metadata
         self._verify = verify
         self._metadata: Metadata | None = None
-        self._hashes: dict[int, dict[tuple[str, Box], str]] = {}
-        """Of the slices that a rank has written, by rank, once they were needed."""
+        self._boxes = Boxes()
+        self._listed = Listed(folder, None if manifest is None else manifest.digests)
         self.phases = Phases()
 
     def close(self) -> None:
@@ -160,7 +172,7 @@ class SafeReader(FileSystemReader):
         # A checkpoint that is loaded in parts asks for it with each.
         if self._metadata is None:
             data = (self._folder / METADATA).read_bytes()
-            known = self._manifest is not None and self._manifest.metadata == digest(data)
+            known = self._metadata_hash is not None and self._metadata_hash == digest(data)
             metadata = (_MetadataUnpickler if known else _CarefulUnpickler)(io.BytesIO(data)).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__name__}")
@@ -174,61 +186,68 @@ class SafeReader(FileSystemReader):
         """Read what a plan asks for; see torch. Raises `DamagedError`."""
         if any(item.type is LoadItemType.BYTE_IO for item in plan.items):
             raise DamagedError("it holds something that is no tensor")  # torch would unpickle it
-        if self._manifest is None or not self._manifest.verified:
-            return super().read_data(plan, planner)
-        for item in plan.items:
-            self._read(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return super().read_data(plan, planner)
 
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        piece = indexed_slice(self._files, self.read_metadata(), item.storage_index)
-        target = planner.resolve_tensor(item).detach()
-        whole = tuple(item.lengths) == piece.shape
-        direct = whole and target.is_cpu and target.is_contiguous() and target.dtype == piece.dtype
-        values = target if direct else torch.empty(piece.shape, dtype=piece.dtype)
-        found = self._fill(piece, as_bytes(values))
-        if found is not None and found != self.hash_of(piece):
-            raise DamagedError(f"{piece} is not what was written")
-        if not direct:
-            part = tuple(
-                slice(begin, begin + size)
-                for begin, size in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-            with self.phases.of("place_s"):
-                target.copy_(values[part])
-        planner.commit_tensor(item, target)
+    @property
+    def has_hashes(self) -> bool:
+        """Whether there is anything to compare what is read with."""
+        return self._manifest is not None and self._manifest.verified
 
-    def _fill(self, piece: Slice, values: Any) -> str | None:
-        """Read a slice; return its hash, None where nobody asks for it."""
-        made = xxhash.xxh3_128() if self._verify else None
+    def load(self, tree: dict[str, Any]) -> None:
+        """Do what `load_tree` does, for a checkpoint that has hashes."""
         with self.phases.of("find_s"):
-            position = piece.position()
-        self.phases.read_bytes += piece.nbytes
+            metadata = self.read_metadata()
+            parts = [
+                part
+                for key, leaf in leaves_of(tree)
+                for part in self._boxes.parts(metadata, ".".join(key), leaf)
+            ]
+            found = [(indexed_slice(self._files, metadata, part.index), part) for part in parts]
+            # As they lie in the files.
+            found.sort(key=lambda one: (one[0].file, one[0].offset))
+        for piece, part in found:
+            self._read(piece, part)
+
+    def _read(self, piece: Slice, part: Part) -> None:
+        target = part.target
+        direct = (
+            part.inner is None and target.is_cpu and target.is_contiguous() and target.dtype == piece.dtype
+        )
+        values = target if direct else torch.empty(piece.shape, dtype=piece.dtype)
+        self._fill(piece, as_bytes(values))
+        if not direct:
+            with self.phases.of("place_s"):
+                target.copy_(values if part.inner is None else values[part.inner])
+
+    def _fill(self, piece: Slice, values: Any) -> None:
+        """Read a slice, and compare it with its hash where somebody asks for that."""
+        began_s = time.perf_counter()
+        told = self.told(piece) if self._verify else told_of(piece, self._listed)
+        wanted = told.xxh3 if told is not None and self._verify else None
+        at = position(piece, told)
+        found_s = time.perf_counter()
+        made, hashing_s = xxhash.xxh3_128(), 0.0
         try:
             for begin in range(0, piece.nbytes, _WINDOW_BYTES):
                 window = values[begin : begin + _WINDOW_BYTES]
-                with self.phases.of("read_s"):
-                    piece.read_into(position + begin, window)
-                if made is not None:  # what is still in the caches
-                    with self.phases.of("verify_s"):
-                        made.update(window)
+                piece.read_into(at + begin, window)
+                if wanted is not None:  # what is still in the caches
+                    read_s = time.perf_counter()
+                    made.update(window)
+                    hashing_s += time.perf_counter() - read_s
         except OSError as error:
             raise DamagedError(f"{piece} cannot be read ({error.strerror or error})") from error
-        return None if made is None else made.hexdigest()
+        if wanted not in (None, made.hexdigest()):
+            raise DamagedError(f"{piece} is not what was written")
+        phases = self.phases
+        phases.find_s += found_s - began_s
+        phases.read_s += time.perf_counter() - found_s - hashing_s
+        phases.verify_s += hashing_s
+        phases.read_bytes += piece.nbytes
 
-    def hash_of(self, piece: Slice) -> str:
-        """The hash that a slice should have; raises `DamagedError` where there is none."""
-        assert self._manifest is not None
-        if piece.rank not in self._hashes:
-            name = file_name(piece.rank)
-            try:
-                listed = read_digests(self._folder / FOLDER / name, self._manifest.digests.get(name))
-            except ValueError as error:
-                raise DamagedError(str(error)) from error
-            self._hashes[piece.rank] = {(one.tensor, one.start): one.xxh3 for one in listed}
-        value = self._hashes[piece.rank].get((piece.tensor, piece.start))
-        if value is None:
+    def told(self, piece: Slice) -> Digest:
+        """Where a slice lies and what its hash should be; raises `DamagedError` where nobody has told."""
+        found = told_of(piece, self._listed)
+        if found is None:
             raise DamagedError(f"{piece} has no hash")
-        return value
+        return found

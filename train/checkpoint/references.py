@@ -23,6 +23,8 @@ class References:
         """Kept, so that no other takes the identity of one."""
         self._places: list[tuple[int, int]] = []
         self._trees: Trees | None = None
+        self.complete = False
+        """Whether each tensor of the optimizer is in what `of` returned: who fills those fills all there is."""
 
     def of(self, optimizer: torch.optim.Optimizer, make: Callable[[], Trees]) -> Trees:
         """Return what `make` does, or did when all was where it is now."""
@@ -31,16 +33,17 @@ class References:
             trees = make()
             tensors = list(_tensors(optimizer))
             known = {local_part(tensor).data_ptr() for tensor in tensors}
-            leaves = [leaf for tree in trees for _, leaf in leaves_of(tree)]
-            if not all(local_part(leaf).data_ptr() in known for leaf in leaves):
+            listed = {local_part(leaf).data_ptr() for tree in trees for _, leaf in leaves_of(tree)}
+            if not listed <= known:
                 return trees
+            self.complete = listed == known
             self._tensors, self._places, self._trees = tensors, _places(tensors), trees
         model, moments = self._trees
         return dict(model), {name: dict(kinds) for name, kinds in moments.items()}
 
     def forget(self) -> None:
         """Hold on to nothing: what is replaced must not stay in memory."""
-        self._tensors, self._places, self._trees = [], [], None
+        self._tensors, self._places, self._trees, self.complete = [], [], None, False
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from train.checkpoint.compress.files import StepFiles
-from train.checkpoint.digests import Box
+from train.checkpoint.digests import Box, Digest, Listed
 from train.checkpoint.errors import DamagedError
 
 _LOCAL_HEADER_BYTES = 30
+_BLOCK_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Slice:
     start: Box
     shape: Box
     dtype: torch.dtype
-    path: Path
+    file: str
+    """Its name in the step."""
     offset: int
     length: int
     files: StepFiles = field(compare=False, repr=False)
@@ -46,9 +47,14 @@ class Slice:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def path(self) -> Path:
+        """Of the file, where that is plain."""
+        return self.files.folder / self.file
+
+    @property
     def rank(self) -> int:
         """The one that wrote it."""
-        return int(self.path.name.split("_")[2])
+        return int(self.file.split("_")[2])
 
     @property
     def end(self) -> Box:
@@ -56,10 +62,12 @@ class Slice:
         return tuple(begin + size for begin, size in zip(self.start, self.shape, strict=True))
 
     def __str__(self) -> str:
-        return f"the slice of {self.tensor} at {list(self.start)}, which rank {self.rank} wrote to {self.path.name},"
+        return (
+            f"the slice of {self.tensor} at {list(self.start)}, which rank {self.rank} wrote to {self.file},"
+        )
 
     def position(self) -> int:
-        """Where its values begin in the file; raise `DamagedError` where they are not found."""
+        """Where its values begin in the file, by the archive; raise `DamagedError` where they are not found."""
         if self.nbytes == 0:
             return self.offset
         try:
@@ -69,7 +77,7 @@ class Slice:
 
     def read_into(self, position: int, buffer: Any) -> None:
         """Fill `buffer`, any writable one of bytes, from a place of the file; raises `DamagedError`, or OSError."""
-        self.files.read_into(self.path.name, position, np.frombuffer(buffer, np.uint8))
+        self.files.read_into(self.file, position, np.frombuffer(buffer, np.uint8))
 
     def _position(self, view: Any) -> int:
         position, nbytes = _values_in(view)
@@ -78,13 +86,33 @@ class Slice:
         return position
 
 
-def values_at(path: Path, offset: int, length: int) -> tuple[int, int]:
+def values_at(files: StepFiles, name: str, offset: int, length: int) -> tuple[int, int]:
     """Find the values of a slice by its place in a plain file: (first byte, number of bytes); raises `DamagedError`."""
+
+    def read(position: int, buffer: Any) -> None:
+        files.read_into(name, position, np.frombuffer(buffer, np.uint8))
+
     try:
-        position, nbytes = _values_in(_Part(partial(read_into, path), offset, length))
+        position, nbytes = _values_in(_Part(read, offset, length))
     except Exception as error:  # a damaged archive raises anything
-        raise DamagedError(f"{path.name} has no slice at {offset} ({error})") from error
+        raise DamagedError(f"{name} has no slice at {offset} ({error})") from error
     return offset + position, nbytes
+
+
+def told_of(piece: Slice, listed: Listed) -> Digest | None:
+    """What the rank that wrote a slice has listed of it, None where that is nothing; raises `DamagedError`."""
+    try:
+        return listed.find(piece.rank, piece.tensor, piece.start)
+    except ValueError as error:
+        raise DamagedError(str(error)) from error
+
+
+def position(piece: Slice, told: Digest | None) -> int:
+    """Where the values of a slice begin in its file, by what is told of it, or else by the archive.
+
+    What is told is true if the bytes there have the hash of the slice. Raises `DamagedError`.
+    """
+    return piece.position() if told is None or told.offset is None else told.offset
 
 
 def _values_in(view: Any) -> tuple[int, int]:
@@ -103,6 +131,7 @@ class _Part(io.RawIOBase):
 
     def __init__(self, read: Callable[[int, Any], None], offset: int, length: int) -> None:
         self._read, self._offset, self._length, self._at = read, offset, length, 0
+        self._block, self._block_at = b"", 0
 
     def readable(self) -> bool:
         return True
@@ -121,8 +150,18 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Take what is asked for from what was read around the place that was asked for before: it is near."""
         view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._read(self._offset + self._at, view)
+        if len(view) > _BLOCK_BYTES:
+            self._read(self._offset + self._at, view)
+        else:
+            first = self._at - self._block_at
+            if not 0 <= first <= first + len(view) <= len(self._block):
+                self._block_at = max(0, min(self._at, self._length - _BLOCK_BYTES))
+                block = bytearray(min(_BLOCK_BYTES, self._length - self._block_at))
+                self._read(self._offset + self._block_at, block)
+                self._block, first = bytes(block), self._at - self._block_at
+            view[:] = self._block[first : first + len(view)]
         self._at += len(view)
         return len(view)
 
@@ -150,26 +189,11 @@ def _slice(files: StepFiles, metadata: Metadata, tensor: str, chunk: ChunkStorag
         start=tuple(chunk.offsets),
         shape=tuple(chunk.sizes),
         dtype=found.properties.dtype,
-        path=files.folder / stored.relative_path,
+        file=stored.relative_path,
         offset=stored.offset,
         length=stored.length,
         files=files,
     )
-
-
-def read_into(path: Path, offset: int, buffer: Any) -> None:
-    """Fill `buffer`, any writable one of bytes, from a place of a file; `DamagedError` where the file ends before."""
-    view = memoryview(buffer)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise DamagedError(f"{path.name} ends after {offset + done} bytes")
-            done += count
-    finally:
-        os.close(descriptor)
 
 
 def tensors(metadata: Metadata) -> Iterator[tuple[str, TensorStorageMetadata]]:

@@ -16,7 +16,7 @@ from contract.run_folder import Event, RunFolder, job_identity, start_number
 from train.checkpoint.compress.plan import Wish
 from train.checkpoint.compress.rounding import Rounding
 from train.checkpoint.compressing import Compression
-from train.checkpoint.errors import DamagedError
+from train.checkpoint.errors import DamagedError, UnfitError
 from train.checkpoint.fast import FastTier
 from train.checkpoint.flight import Flight
 from train.checkpoint.manifest import METADATA, Manifest, read_manifest
@@ -369,9 +369,10 @@ class CheckpointStore:
         reader = SafeReader(folder, manifest, self.verify_load)
         try:
             state.load(lambda tree: load_tree(tree, reader), reader.read_metadata().state_dict_metadata)
-        except CheckpointException as error:
+        except (CheckpointException, UnfitError) as error:
+            why = causes(error) if isinstance(error, CheckpointException) else error
             raise UserError(
-                f"checkpoint {folder} cannot be loaded ({causes(error)}): put its files back, or move the folder "
+                f"checkpoint {folder} cannot be loaded ({why}): put its files back, or move the folder "
                 "away to continue from an older step"
             ) from error
         finally:

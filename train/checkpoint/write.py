@@ -20,11 +20,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from contract.errors import PeerError
 from train.checkpoint.compress.rounding import Rounding
-from train.checkpoint.digests import FOLDER, Digest, file_name, read_digests, read_rounded, write_digests
+from train.checkpoint.digests import (
+    FOLDER,
+    Digest,
+    digest,
+    file_name,
+    read_digests,
+    read_metadata_hash,
+    read_rounded,
+    write_digests,
+)
 from train.checkpoint.errors import DamagedError
 from train.checkpoint.manifest import METADATA, Manifest
 from train.checkpoint.reader import SafeReader
-from train.checkpoint.rest import PlacingWriter, rest_digests
+from train.checkpoint.rest import PlacingWriter, located
 from train.checkpoint.stored import HashingPlanner, Stored
 from train.checkpoint.stored import Path as TreePath
 from train.checkpoint.verify import ReadBack, deal, mismatch, read_back
@@ -114,17 +123,21 @@ class Writer:
         # Nothing is copied ahead: what was stored is valid until the next is brought.
         writer = PlacingWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         dcp.save(snapshot.tree, storage_writer=writer, planner=planner, process_group=self.group)
-        rest = rest_digests(folder, writer.written)
-        write_digests(folder, dist.get_rank(self.group), planner.digests, rest, planner.rounded)
-        return Written(list(writer.written), planner.digests)
+        digests, rest = located(folder, writer.written, planner.digests)
+        rank = dist.get_rank(self.group)
+        metadata = digest((folder / METADATA).read_bytes()) if rank == 0 else None
+        write_digests(folder, rank, digests, rest, planner.rounded, metadata)
+        return Written(list(writer.written), digests)
 
     def _read_back(self, temporary: Path, found: ReadBack) -> None:
         try:
-            metadata = SafeReader(temporary).read_metadata()
+            written = read_metadata_hash(temporary / FOLDER / file_name(0))
+            metadata = SafeReader(temporary, metadata=written).read_metadata()
         except Exception as error:  # a damaged pickle raises anything
             raise DamagedError(f"{METADATA} cannot be read ({error})") from error
-        share = deal(metadata, dist.get_world_size(self.group))[dist.get_rank(self.group)]
-        read_back(temporary, metadata, share, found)
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        own = range(self.manifest.world_size)[rank::ranks]
+        read_back(temporary, metadata, deal(metadata, ranks)[rank], found, map(file_name, own))
 
     def _check(self, temporary: Path, found: list[ReadBack]) -> None:
         """Compare what was read with what was written, by the files in which a reader will look that up."""
