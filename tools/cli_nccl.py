@@ -49,6 +49,7 @@ def analyse(
     import dataclasses
     import json
 
+    from contract.errors import ConfigError
     from tools.nccl import report
     from tools.nccl.conclude import conclude
     from tools.nccl.findings import Findings
@@ -61,6 +62,11 @@ def analyse(
     measurement = found.measurement
     if found.has_figures:
         findings, advice = conclude(measurement, baseline=earlier, topology=topology)
+    elif baseline is not None or topology is not None:
+        option = "--topology" if baseline is None else "--baseline"
+        raise ConfigError(
+            f"{option} has nothing to be compared with: none of the files has figures, leave it out"
+        )
     else:
         findings, advice = Findings(found.verdict, (), (), ()), Advice()
     if found.verdict.exit_code > findings.verdict.exit_code:

@@ -107,7 +107,9 @@ def test_settings(overrides: list[str], baseline: Path | None) -> "SubmitConfig"
 def show(run: "RunFolder") -> int:
     """Print the report of a run's network test; return its exit code. Raises UserError if there is none yet."""
     if not (run.nccl / VERDICT).exists() and run.failed.exists():
-        print(f"trierarch: {BROKEN}: {run.failed.read_text().strip()}", file=sys.stderr)
+        # A full disk leaves it empty.
+        reason = run.failed.read_text().strip() or f"the network test did not end: see {run.logs}"
+        print(f"trierarch: {BROKEN}: {reason}", file=sys.stderr)
         return BROKEN_CODE
     try:
         verdict = NetworkVerdict.load(run.nccl / VERDICT)

@@ -83,6 +83,7 @@ def test_a_test_that_shows_nothing_is_no_pass(trierarch: Trierarch, tmp_path: Pa
         (["none.npz"], "none.npz cannot be read"),
         ([str(Path(__file__))], "is none of the files that are known"),
         ([file("nccl_log.txt"), "--baseline", file("nccl_topo.xml")], "no figures to compare with"),
+        ([file("nccl_log.txt"), "--topology", "none.txt"], "--topology has nothing to be compared with"),
         ([file("nccl_tests_old.txt"), "--operation", "sum"], "no such operation"),
     ],
 )

@@ -48,6 +48,9 @@ def test_a_report_that_is_not_there_yet_and_one_that_never_comes(
     run.mark_failed("the network test did not end: too few nodes")
     done = trierarch("nccl", "report", "first")
     assert done.returncode == 2 and "BROKEN: the network test did not end: too few nodes" in done.stderr
+    run.failed.write_text("")
+    done = trierarch("nccl", "report", "first")
+    assert done.returncode == 2 and "BROKEN: the network test did not end: see runs/first/logs" in done.stderr
 
 
 @pytest.mark.req("C10", "D6")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from contract.allreduce_plan import AllReducePlan
 from contract.errors import ConfigError, UserError
-from contract.run_folder import RunFolder
+from contract.run_folder import Event, RunFolder
 from train.comm.check import find_plan
 from train.comm.hierarchical import HierarchicalAllReduce
 from train.config import load_config
@@ -146,6 +146,14 @@ def test_what_an_allreduce_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "parallel.dp_replicate" in refusal(4, hierarchical, "parallel.tp=2")
     assert "job.preflight=nccl" in refusal(4, "comm.allreduce=auto")
     assert "cannot be read" in refusal(4, "comm.allreduce=auto", f"comm.plan={tmp_path}/none.json")
+    # A network test that fails keeps nobody from training.
+    tested = load_config(toy_overrides(tmp_path / "text", tmp_path, "tested", "comm.allreduce=auto"))
+    tested.run_folder.create()
+    tested.run_folder.append_event(Event.NETWORK_TESTED, verdict=None)
+    assert find_plan(tested, PER_NODE) is None
+    with pytest.raises(UserError, match="cannot be read"):  # before anything is queued
+        none = ["comm.allreduce=auto", f"comm.plan={tmp_path}/none.json"]
+        lay_out(load_config(toy_overrides(tmp_path / "text", tmp_path, "run", *none)), 4, PER_NODE)
     write_plan(tmp_path / "other.json", (0, "ring"), ranks_per_node=8)
     assert "measured with 8 ranks a node" in refusal(
         4, "comm.allreduce=auto", f"comm.plan={tmp_path}/other.json"

@@ -366,3 +366,10 @@ def test_robust_statistics() -> None:
     table = np.array([[3.0, 1.0, np.nan], [np.nan, np.nan, np.nan], [5.0, 1.0, 2.0]])
     assert np.array_equal(row_medians(table), [2.0, np.nan, 2.0], equal_nan=True)
     assert runs(np.array([0, 1, 4, 6, 7])) == [(0, 1), (4,), (6, 7)]
+
+
+def test_exchanges_without_a_figure_are_no_pass() -> None:
+    nothing = float("nan")
+    unmeasured = Exchanges.of([Exchange(0, 1, nothing, nothing, nothing)])
+    findings = analyse.run(Measurement(["a", "b"], 1, "gloo", unmeasured))
+    assert findings.verdict is Verdict.broken and "nothing was measured" in findings.faults[0].evidence

@@ -1,6 +1,8 @@
 """The one form of a measurement: written and read again; a matrix is symmetric, with the last value of a pair."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +71,30 @@ def test_what_is_no_measurement_is_one_sentence(tmp_path: Path, damage: str) -> 
     with pytest.raises(UserError) as caught:
         Measurement.load(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"nodes": ["a", "b\nc"]}, "is no name of a node"),
+        ({"silent": {"a b": "gone"}}, "is no name of a node"),
+        ({"nodes": ["a"]}, "has other ranks"),
+        (
+            {
+                "exchanges": replace(
+                    Exchanges.of([Exchange(0, 1, 1e-6, 1e9, 1e9)]), wrong=np.zeros(2, np.int32)
+                )
+            },
+            "length",
+        ),
+        ({"collectives": [Collective("all_reduce", 0, 0, 8, 1.0, 1.0, 1.0, 8.0, 8.0)]}, "no ranks"),
+    ],
+)
+def test_what_no_measurement_can_hold_is_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    whole = Measurement(["a", "b"], 1, "gloo", Exchanges.of([Exchange(0, 1, 1e-6, 1e9, 1e9)]))
+    replace(whole, **wrong).save(tmp_path / "measurement.npz")
+    with pytest.raises(UserError, match=said):
+        Measurement.load(tmp_path / "measurement.npz")
 
 
 @pytest.mark.req("C10")

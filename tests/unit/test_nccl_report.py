@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -109,9 +110,9 @@ def test_the_verdict_stands_first_and_the_guilty_with_their_evidence(folder: Pat
     for line in (
         r"node jwb0012 +is slow +50% +99%  its 5 pairs reach 10.0 GB/s",
         r"link jwb0010 - jwb0013 +works only sometimes +30% +80%  3 of 9 repetitions",
-        r"leave out: +job.exclude='jwb0012' \(exclude.txt\)",
+        r"""leave out: +'job.exclude="jwb0012"' \(exclude.txt\)""",
         r"node order: +a large all-reduce should be 21% faster in this order: job\.node_order=\.\.\./hostfile",
-        r"all-reduce: +tree below 1 MiB, hierarchical from 1 MiB: comm\.allreduce=auto comm\.plan=",
+        r"all-reduce: +tree below 1 MiB, hierarchical from 1 MiB \(measured up to 1 GiB, above that by a\s+model\)",
         r"mesh: +tp up to 2, in a node",
         r"relay: +jwb0010 - jwb0013 over jwb0011",
         r" 1 KiB +20.1 us .* tree",
@@ -211,7 +212,7 @@ def test_a_healthy_machine_leaves_no_files_of_an_earlier_report(folder: Path, tm
     report.write(tmp_path, measurement, found(measurement), Advice())
     names = {one.name for one in tmp_path.iterdir()}
     assert names == {"hostfile", "rankfile", "verdict.json", "cluster.yaml", "report.txt", "report.html"}
-    assert (tmp_path / "report.txt").read_text().startswith("OK: no fault was found on 6 nodes")
+    assert (tmp_path / "report.txt").read_text().startswith("OK: nothing was measured on 6 nodes")
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(UserError, match="cannot be written"):
@@ -400,7 +401,7 @@ def test_figures_for_people() -> None:
     assert [speed(x) for x in (187.26e9, 2.5e9, 4e6, float("nan"))] == [
         "187.3 GB/s",
         "2.50 GB/s",
-        "0.004 GB/s",
+        "4 MB/s",
         "",
     ]
     assert range_of_sizes([(0, "ring")]) == ["ring at all sizes"]
@@ -412,3 +413,24 @@ def test_a_report_of_logs_alone_says_nothing_of_orders() -> None:
     nothing = Findings(Verdict.broken, (), (), ())
     text = report.text(Content(Measurement(["a"], 1, "nccl"), nothing, Advice(), (("x.log", remark),)))
     assert text == "BROKEN: IB carries the data\n1 node of 1 GPU (nccl)\n\nx.log:\n! IB carries the data\n"
+
+
+def test_what_keeps_nodes_out_can_be_typed_as_it_stands_there() -> None:
+    measurement = measured(4)
+    names = measurement.nodes
+    fault = replace(NODE, nodes=(names[0],), excludes=(names[0], names[1], names[3]))
+    content = report.contents(measurement, found(measurement, fault), Advice())
+    (typed,) = shlex.split(content.exclude_setting)
+    assert content.exclude_setting in report.text(content)
+    assert compose.fill(SubmitConfig, [typed]).job.exclude == "jwb[0010-0011,0013]"
+    hostile = replace(content, findings=found(measurement, replace(fault, excludes=("'$(true)\"",))))
+    (typed,) = shlex.split(hostile.exclude_setting)
+    assert compose.fill(SubmitConfig, [typed]).job.exclude == "'$(true)\""
+
+
+def test_without_figures_no_health_is_claimed() -> None:
+    nothing = Measurement(
+        ["a", "b"], 1, "gloo", Exchanges.of([Exchange(0, 1, float("nan"), float("nan"), float("nan"))])
+    )
+    content = report.contents(nothing, Findings(Verdict.ok, (), (), ()), Advice())
+    assert content.summary == "nothing was measured on 2 nodes of 1 process (gloo)"

@@ -20,6 +20,7 @@ from tools.nccl.route.graph import relays, shortest_paths, wide_relays, widest_p
 from tools.nccl.route.hierarchy import Hierarchy, plan
 from tools.nccl.route.mesh import advise_mesh
 from tools.nccl.route.ring import Ring, order_ring, search_ring
+from tools.nccl.simulate.cases import make_case
 from tools.nccl.simulate.fabric import dragonfly, fat_tree
 from tools.nccl.simulate.prober import Simulator
 
@@ -403,6 +404,24 @@ def test_leaves_of_one_cell_share_no_uplink_though_they_are_groups() -> None:
 
     true = rate([seen.nodes.index(name) for name in advice.order]) / rate(range(32)) - 1
     assert true > 0.5 and advice.gain_predicted == pytest.approx(true, abs=0.15 * (1 + true))
+
+
+def test_a_fault_says_nothing_of_what_is_usual_in_a_small_group() -> None:
+    # Two of the three pairs of a group meet the slow node: the third one is as good as others.
+    groups = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    bandwidth = np.where(np.equal.outer(groups, groups), 1e10, 8e9)
+    bandwidth[4], bandwidth[:, 4] = 5e9, 5e9
+    slow = Fault(Part.node, Symptom.slow, ("n4",), "", excludes=("n4",))
+    advice = advise(measured(bandwidth), findings_of(grouped(groups.tolist()), slow))
+    assert advice.order == () and not advice.relays
+
+
+def test_no_node_of_a_group_is_a_relay_around_the_switch_that_the_group_shares() -> None:
+    case = make_case(10, "oversubscribed leaf", (32,))
+    seen = Simulator(case.fabric, case.planted, seed=10).measure(seed=10)
+    findings = analyse.run(seen)
+    assert [fault.part for fault in findings.faults] == [Part.switch]
+    assert not advise(seen, findings).relays
 
 
 def all_reduce(algorithm: str, time_s: float, ranks: int, size: int = 1 << 24) -> Collective:

@@ -161,8 +161,26 @@ class Measurement:
             raise UserError(_no_measurement(path)) from error
         if header.pop("format", None) != FORMAT:
             raise UserError(f"{path} was written by another version: measure again")
-        collectives = [Collective(**one) for one in header.pop("collectives")]
-        return cls(exchanges=Exchanges(**columns), collectives=collectives, **header)
+        try:
+            collectives = [Collective(**one) for one in header.pop("collectives")]
+            found = cls(exchanges=Exchanges(**columns), collectives=collectives, **header)
+            found._check()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}): measure again") from error
+        return found
+
+    def _check(self) -> None:
+        """Raise ValueError for what no measurement has: a file may come from anywhere."""
+        if odd := [name for name in (*self.nodes, *self.silent) if name.split() != [name]]:
+            raise ValueError(f"{odd[0]!a} is no name of a node")
+        rows = self.exchanges
+        if {one.shape for one in vars(rows).values()} != {(len(rows),)}:
+            raise ValueError("its columns differ in length")
+        ends = np.concatenate([rows.first, rows.second])
+        if self.gpus_per_node < 1 or (len(ends) and not 0 <= ends.min() <= ends.max() < self.ranks):
+            raise ValueError(f"it has other ranks than the {self.ranks} of its nodes")
+        if any(one.nodes < 1 or one.ranks < 1 for one in self.collectives):
+            raise ValueError("an operation had no ranks")
 
 
 def matrix(

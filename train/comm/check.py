@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from contract.allreduce_plan import FILE, AllReducePlan
 from contract.errors import ConfigError, UserError
+from contract.run_folder import Event
 from train.comm.config import AllReduce
 from train.layout.dims import ParallelDims, is_sharded
 
@@ -13,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def check_comm(config: "TrainConfig", dims: ParallelDims, ranks_per_node: int | None) -> None:
-    """Raise `ConfigError` for an all-reduce that the layout does not have; None: it is not known how nodes look."""
+    """Raise `UserError` for an all-reduce that the layout does not have, and for a plan that it cannot go by.
+
+    `ranks_per_node`: None where it is not known how nodes look.
+    """
+    if config.comm.plan is not None:
+        _load(Path(config.comm.plan), ranks_per_node)
     if config.comm.allreduce is not AllReduce.hierarchical:
         return
     if reason := no_use(config, dims, ranks_per_node):
@@ -39,17 +45,26 @@ def no_use(config: "TrainConfig", dims: ParallelDims, ranks_per_node: int | None
     return ""
 
 
-def find_plan(config: "TrainConfig", ranks_per_node: int) -> AllReducePlan:
-    """Return the plan that `comm.allreduce=auto` goes by; raises `UserError` if there is none that fits."""
-    given = config.comm.plan
-    path = config.run_folder.nccl / FILE if given is None else Path(given)
+def find_plan(config: "TrainConfig", ranks_per_node: int) -> AllReducePlan | None:
+    """Return the plan that `comm.allreduce=auto` goes by; None where the run's own network test has left none.
+
+    Raises `UserError` if there is none that fits.
+    """
+    given, run = config.comm.plan, config.run_folder
+    path = run.nccl / FILE if given is None else Path(given)
     if given is None and not path.exists():
+        if any(event.get("event") == Event.NETWORK_TESTED for event in run.read_events()):
+            return None
         raise ConfigError(
             "comm.allreduce=auto knows nothing of this machine: give comm.plan=FILE, the plan.json of `trierarch nccl "
             "test`, or job.preflight=nccl at submission"
         )
+    return _load(path, ranks_per_node)
+
+
+def _load(path: Path, ranks_per_node: int | None) -> AllReducePlan:
     plan = AllReducePlan.load(path)
-    if plan.ranks_per_node != ranks_per_node:
+    if ranks_per_node is not None and plan.ranks_per_node != ranks_per_node:
         raise UserError(
             f"{path} was measured with {plan.ranks_per_node} ranks a node and there are {ranks_per_node}: measure "
             "again with as many, or leave comm.allreduce out"

@@ -1,5 +1,6 @@
 """How the replicas of `DistributedDataParallel` average their gradients, where not by one all-reduce over all."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,6 +34,12 @@ def choose_allreduce(
     reduce: Reduce = hierarchical
     if wish is AllReduce.auto:
         plan = find_plan(config, mesh.ranks_per_node)
+        if plan is None:
+            if dist.get_rank() == 0:
+                print(
+                    "trierarch: the network test left no plan, gradients take one all-reduce", file=sys.stderr
+                )
+            return
         # DDP's own way is as good and simpler where no size asks for another.
         if all(algorithm in FLAT for _, algorithm in plan.switches_for(nodes)):
             return

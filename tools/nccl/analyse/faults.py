@@ -134,7 +134,8 @@ def _nvlinks(
             continue
         text = f"of what these two GPUs reach in other nodes, in {one.tests} tests"
         faults.append(_low(Part.nvlink, one, names, "they reach each other with", text))
-    note = f"{doubtful} pairs of GPUs looked slow in a single test and were not tested again"
+    some = "one pair of GPUs" if doubtful == 1 else f"{doubtful} pairs of GPUs"
+    note = f"in a single test looked slow, and not tested again: {some}"
     return faults, [note] if doubtful else []
 
 

@@ -71,7 +71,8 @@ def _numbered(nodes: list[str], groups: Mapping[str, str] | None) -> Indices | N
 
 
 def _nothing_measured(measurement: Measurement) -> list[Fault]:
-    if measurement.ranks < 2 or measurement.collectives or len(measurement.exchanges) or measurement.silent:
+    figures = measurement.collectives or np.isfinite(measurement.exchanges.bandwidth).any()
+    if measurement.ranks < 2 or figures or measurement.silent:
         return []
     return [Fault(Part.machine, Symptom.silent, (), "nothing was measured: that is no pass")]
 

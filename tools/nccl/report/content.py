@@ -1,14 +1,18 @@
 """What a report says, in the order in which a person wants to know it: the same for text, page and files."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from tools.bytes_shown import size as decimal_size
 from tools.nccl.findings import Fault, Findings, Verdict
 from tools.nccl.measurement import Collective, Measurement
 from tools.nccl.parsers.remark import Remark
+from tools.nccl.report.hostlist import compress
 from tools.nccl.report.settings import Setting
 from tools.nccl.route.advice import Advice
 
@@ -45,9 +49,8 @@ class Content:
     @property
     def measured(self) -> bool:
         """Whether there are figures, not only what NCCL's own files say."""
-        return bool(
-            len(self.measurement.exchanges) or self.measurement.collectives or self.measurement.silent
-        )
+        one = self.measurement
+        return bool(np.isfinite(one.exchanges.bandwidth).any() or one.collectives or one.silent)
 
     @property
     def what(self) -> str:
@@ -60,6 +63,12 @@ class Content:
         )
 
     @property
+    def exclude_setting(self) -> str:
+        """What to type so that the next job keeps away from them: quoted for the shell, and for Hydra."""
+        names = compress(self.exclude).replace('"', r"\"")
+        return shlex.quote(f'job.exclude="{names}"')
+
+    @property
     def summary(self) -> str:
         """One sentence: the verdict and what it rests on."""
         faults = self.findings.faults
@@ -67,6 +76,8 @@ class Content:
             worse = next(
                 (one for _, one in self.remarks if one.verdict is self.verdict is not Verdict.ok), None
             )
+            if worse is None and not self.measured:
+                return f"nothing was measured on {self.what}"
             return worse.text if worse else f"no fault was found on {self.what}"
         others = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         return f"{faults[0].name} {faults[0].symptom}{others}"
@@ -104,6 +115,14 @@ class Content:
             for bytes_ in sizes
         ]
 
+    @property
+    def all_reduce_basis(self) -> str:
+        """What the choice of an all-reduce rests on."""
+        sizes = [row.size_bytes for row in self.all_reduce()]
+        if not sizes:
+            return "by a model of the pairs' figures: no all-reduce was measured"
+        return f"measured up to {size(max(sizes))}, above that by a model"
+
     def recommended(self, size_bytes: int) -> str:
         """Return the all-reduce that suits a size; nothing where there is no advice."""
         return next((name for start, name in reversed(self.advice.switches) if start <= size_bytes), "")
@@ -123,9 +142,11 @@ def percent(share: float) -> str:
 
 
 def speed(bandwidth: float) -> str:
-    """Write bytes a second for people: `187.3 GB/s`; nothing for what was not measured."""
+    """Write bytes a second for people: `187.3 GB/s`, `4.08 MB/s`; nothing for what was not measured."""
     if not math.isfinite(bandwidth):
         return ""
+    if 0 < bandwidth < 1e8:
+        return f"{bandwidth / 1e6:.3g} MB/s"
     digits = 1 if bandwidth >= 1e10 else 2 if bandwidth >= 1e9 else 3
     return f"{bandwidth / 1e9:.{digits}f} GB/s"
 

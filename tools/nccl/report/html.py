@@ -59,7 +59,6 @@ def page(content: Content, pictures: Sequence[Path] = (), settings: str = "") ->
         content=content,
         about=[(key, about[key]) for key in _ABOUT if about.get(key) not in (None, "")],
         faults=_faults(content),
-        exclude=compress(content.exclude),
         ranges=range_of_sizes(content.advice.switches),
         order="\n".join(content.advice.order),
         settings=settings,

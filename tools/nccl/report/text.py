@@ -53,12 +53,14 @@ def _act(content: Content) -> str:
     if not content.measured:
         return _hanging(lines)
     if content.exclude:
-        lines.append(f"leave out:    job.exclude='{compress(content.exclude)}' (exclude.txt)")
+        lines.append(f"leave out:    {content.exclude_setting} (exclude.txt)")
     lines.append(
         f"node order:   {advice.order_text}" + (": job.node_order=.../hostfile" if advice.order else "")
     )
     if advice.switches:
-        lines.append(f"all-reduce:   {', '.join(range_of_sizes(advice.switches))}")
+        lines.append(
+            f"all-reduce:   {', '.join(range_of_sizes(advice.switches))} ({content.all_reduce_basis})"
+        )
         if any(name == "hierarchical" for _, name in advice.switches):
             lines[-1] += ": comm.allreduce=auto comm.plan=.../plan.json"
     lines += [f"mesh:         {one}" for one in advice.mesh]

@@ -69,18 +69,18 @@ def group_labels(names: Sequence[str], groups: Sequence[Sequence[str]]) -> NDArr
 
 
 def blamed(names: Sequence[str], faults: Sequence[Fault]) -> Flags:
-    """Return for each pair of nodes whether a fault was found that concerns it."""
+    """Return for each pair of nodes whether a fault was found that is this pair's or one of its ends'.
+
+    Not a switch's: what its nodes share is in the uplinks, and a pair's own value there is that of its round.
+    """
     place = {name: number for number, name in enumerate(names)}
     found = np.zeros((len(names), len(names)), dtype=bool)
     for fault in faults:
         nodes = [place[name] for name in fault.nodes if name in place]
         if fault.part is Part.link:
             found[np.ix_(nodes, nodes)] = True
-        elif fault.part in (Part.node, Part.nic, Part.gpu, Part.switch):
-            others = [
-                node for node in range(len(names)) if fault.part is not Part.switch or node not in nodes
-            ]
-            found[np.ix_(nodes, others)] = found[np.ix_(others, nodes)] = True
+        elif fault.part in (Part.node, Part.nic, Part.gpu):
+            found[nodes, :] = found[:, nodes] = True
     return found
 
 
@@ -97,7 +97,7 @@ def steady(
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.where(times > 0, times, np.nan))
-    usual, spread, rare = _levels(logs, labels)
+    usual, spread, rare = _levels(logs, labels, trusted)
     off = logs - usual
     calm = (np.abs(off) <= np.clip(4 * spread, NOISE, _MOST_NOISE)) | rare
     if shared is not None:
@@ -113,11 +113,15 @@ def steady(
     return found
 
 
-def _levels(logs: Floats, labels: NDArray[np.int64]) -> tuple[Floats, Floats, Flags]:
-    """Return for each pair of nodes what is usual between their groups, its sigma, and whether it is rare there."""
+def _levels(logs: Floats, labels: NDArray[np.int64], trusted: Flags | None) -> tuple[Floats, Floats, Flags]:
+    """Return for each pair of nodes what is usual between their groups, its sigma, and whether it is rare there.
+
+    Pairs with a fault say nothing of what is usual, where there are others: in a small group they can be the most.
+    """
     usual, spread, rare = np.full_like(logs, np.nan), np.zeros_like(logs), np.zeros(logs.shape, dtype=bool)
     same = labels[:, None] == labels
     known = np.isfinite(logs)
+    well = known if trusted is None else known & ~trusted
     count = int(labels.max()) + 1
     if count > _MOST_GROUPS:
         kinds = [np.nonzero(same), np.nonzero(~same)]
@@ -127,10 +131,12 @@ def _levels(logs: Floats, labels: NDArray[np.int64]) -> tuple[Floats, Floats, Fl
     across = logs[known & ~same] if (known & ~same).any() else logs[known]
     everywhere = float(np.median(across)) if len(across) else np.nan
     for place in kinds:
-        values = np.sort(logs[place][known[place]])
+        taken = well[place] if well[place].any() else known[place]
+        values = np.sort(logs[place][taken])
         middle, sigma = _densest_half(values) if len(values) else (everywhere, 0.0)
         usual[place], spread[place] = middle, sigma
         odd = np.abs(logs[place] - middle) > np.clip(4 * sigma, NOISE, _MOST_NOISE)
+        odd &= taken
         # A pair is there twice where a group meets itself.
         rare[place] = odd if odd.sum() <= max(4, _RARE * len(values)) else False
     return usual, spread, rare
