@@ -192,6 +192,12 @@ class SubmitConfig:
         seconds = parse_time_limit(
             "job.time_limit" if job.time_limit else "cluster.time_limit", self.time_limit
         )
+        tested_s = job.preflight_s if job.preflight is not Preflight.none else 0
+        _require(
+            not tested_s or tested_s + cluster.stop_margin_s < seconds,
+            f"job.preflight_s={tested_s:g} and cluster.stop_margin_s={cluster.stop_margin_s} leave nothing of the time "
+            f"limit {self.time_limit}: give the job more time, or a shorter test",
+        )
         if cluster.scheduler is Scheduler.local:
             self._validate_local(seconds)
             return

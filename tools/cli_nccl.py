@@ -46,12 +46,11 @@ def analyse(
 
     Ends with 0 if nothing is, 1 if a part is slower than it should be, 2 if one does not work or gives wrong values.
     """
-    import dataclasses
     import json
 
     from contract.errors import ConfigError
     from tools.nccl import report
-    from tools.nccl.conclude import conclude
+    from tools.nccl.conclude import conclude, gravest
     from tools.nccl.findings import Findings
     from tools.nccl.parsers.any_file import gather, read_measurement
     from tools.nccl.report.files import verdict
@@ -69,8 +68,7 @@ def analyse(
         )
     else:
         findings, advice = Findings(found.verdict, (), (), ()), Advice()
-    if found.verdict.exit_code > findings.verdict.exit_code:
-        findings = dataclasses.replace(findings, verdict=found.verdict)
+    findings = gravest(findings, found.verdict)
     evidence = report.Evidence(found.logs, found.topologies)
     content = report.contents(measurement, findings, advice, remarks=found.remarks, evidence=evidence)
     written = []

@@ -96,6 +96,8 @@ def test_settings(overrides: list[str], baseline: Path | None) -> "SubmitConfig"
     if settings.nodes * settings.ranks_per_node == 1 and "job.ranks_per_node" not in given:
         # One rank has nobody to talk to.
         settings = load_submit([*chosen, "job.ranks_per_node=2"])
+    if settings.nodes * settings.ranks_per_node == 1:
+        raise ConfigError("one rank has nobody to talk to: give nodes=2, or job.ranks_per_node=2")
     if "job.requeue" not in given:
         settings.job.requeue = False
     if settings.job.time_limit is None:

@@ -262,7 +262,8 @@ class Launch:
     def _lay_out(self) -> ParallelDims:
         config, world = self._config, self._world
         dims = lay_out(config, world.size, world.local_size, on_gpus=self._device.type == "cuda")
-        if config.comm.allreduce is AllReduce.auto and not no_use(config, dims, world.local_size):
+        auto = config.comm.allreduce is AllReduce.auto
+        if self._leader and auto and not no_use(config, dims, world.local_size):
             find_plan(config, world.local_size)
         return dims
 

@@ -153,18 +153,17 @@ def _only_test(agents: Agents, begin: Start, stop: StopRequest) -> int:
     run = begin.run
     note(run, Event.STARTED, nodes=os.environ.get("SLURM_JOB_NODELIST"))
     try:
-        end = agents.check(begin, should_stop)
-        tested = None if end is not None else agents.test_network(begin, should_stop)
+        tested = agents.only_test_network(begin, should_stop)
     finally:
         agents.close()
-    if tested is not None and tested.verdict is not None:
+    if tested.verdict is not None:
         note(run, Event.FINISHED)
         run.mark_finished()
         return max(tested.verdict.exit_code, BROKEN_CODE if tested.silent else 0)
     if stop.reason is not None:
         note(run, Event.STOPPED)
         return ExitCode.STOPPED
-    reason = end.reason if end is not None else tested.reason if tested is not None else ""
+    reason = tested.reason
     note(
         run, Event.FAILED, code=BROKEN_CODE, reason=f"the network test did not end: {reason}", by="supervisor"
     )

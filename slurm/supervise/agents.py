@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,25 +93,31 @@ class Agents:
             end = replace(end, node_lost=node is not None and node.bad is not None)
         return end
 
-    def check(self, begin: Start, should_stop: Callable[[], bool]) -> End | None:
-        """Wait for the nodes and check them, as before a start; returns an end where that is in vain."""
-        nodes = self._gather(should_stop)
-        if isinstance(nodes, End):
-            return nodes
-        self._checked = True
-        return None if self._plan.health is None else self._check_all(begin)
+    def only_test_network(self, begin: Start, should_stop: Callable[[], bool]) -> Tested:
+        """Check the nodes and measure what lies between those that can take part, however few they are."""
+        self._await_any(should_stop)
+        if self._plan.health is not None and (end := self._check_all(begin)):
+            return Tested(None, reason=end.reason)
+        absent = {
+            node.name: node.bad or "no agent could be started on it in time"
+            for node in self._fleet.nodes
+            if not node.ready or node.bad is not None
+        }
+        return self.test_network(begin, should_stop, absent)
 
-    def test_network(self, begin: Start, should_stop: Callable[[], bool]) -> Tested:
+    def test_network(
+        self, begin: Start, should_stop: Callable[[], bool], absent: Mapping[str, str] | None = None
+    ) -> Tested:
         """Measure what lies between the nodes; leave out those that it is better without, and put the rest in order.
 
-        As far as enough are left: a slow node is better than none.
+        As far as enough are left: a slow node is better than none. `absent`: who cannot take part, for the report.
         """
         plan, limit_s = self._plan, self._plan.network_test_s
         assert limit_s is not None
-        since, nodes = time.monotonic(), ready(self._fleet.nodes)
+        since, nodes = time.monotonic(), [node for node in ready(self._fleet.nodes) if node.bad is None]
         ranks = NetworkRanks(begin, plan.ranks_per_node, plan.master_suffix, plan.network_baseline)
         test = NetworkTest(self._fleet, ranks, limit_s)
-        tested = test.run(nodes, should_stop)
+        tested = test.run(nodes, should_stop, absent)
         tell(tested, begin, time.monotonic() - since, say)
         for node in nodes:
             if node.name in tested.silent:
@@ -149,6 +155,19 @@ class Agents:
                 complete = all(node.ready for node in (usable if everybody else wanted))
                 if complete or self._started or time.monotonic() - since > _LATE_S:
                     return now
+            self._fleet.pump(1.0)
+
+    def _await_any(self, should_stop: Callable[[], bool]) -> None:
+        """Wait until every agent that is still to be hoped for is ready, for some time after the first is."""
+        since: float | None = None
+        while not should_stop():
+            self._fleet.launch()
+            usable = [node for node in self._fleet.nodes if node.bad is None]
+            if any(node.ready for node in usable):
+                since = since or time.monotonic()
+            late = since is not None and time.monotonic() - since > _LATE_S
+            if late or all(node.ready for node in usable):
+                return
             self._fleet.pump(1.0)
 
     def _too_few(self, usable: Sequence[Node]) -> End:

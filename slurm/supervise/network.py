@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,14 +48,17 @@ class NetworkRanks:
     master_suffix: str = ""
     baseline: str | None = None
 
-    def spec(self, nodes: Sequence[Node], silent: dict[str, str], budget_s: float) -> dict[str, object]:
-        """What is to be measured, on these nodes."""
+    def spec(
+        self, nodes: Sequence[Node], silent: dict[str, str], budget_s: float, resume: bool
+    ) -> dict[str, object]:
+        """What is to be measured, on these nodes; `resume`: what this test has measured before is kept."""
         return {
             "folder": str(self.begin.run.nccl),
             "nodes": [node.name for node in nodes],
             "silent": silent,
             "budget_s": budget_s,
             "baseline": self.baseline,
+            "resume": resume,
         }
 
     def ranks(self) -> Ranks:
@@ -82,10 +86,12 @@ class NetworkTest:
         self._begin = ranks.begin
         self._limit_s = limit_s
 
-    def run(self, nodes: Sequence[Node], should_stop: Callable[[], bool]) -> Tested:
-        """Test `nodes`, whose agents are ready. Bounded."""
+    def run(
+        self, nodes: Sequence[Node], should_stop: Callable[[], bool], absent: Mapping[str, str] | None = None
+    ) -> Tested:
+        """Test `nodes`, whose agents are ready. Bounded. `absent`: nodes that cannot take part, and why."""
         folder = self._begin.run.nccl
-        silent: dict[str, str] = {}
+        silent = dict(absent or {})
         left, reason = list(nodes), ""
         deadline = time.monotonic() + self._limit_s
         for number in range(1, TRIES + 1):
@@ -93,17 +99,15 @@ class NetworkTest:
             if should_stop() or not left or remaining_s < LEAST_S:
                 break
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                for old in (*folder.glob("waited.*.json"), folder / VERDICT):
-                    old.unlink(missing_ok=True)
-                _write_topology(folder / TOPOLOGY)
-                (folder / SPEC).write_text(json.dumps(self._ranks.spec(left, silent, remaining_s)))
+                self._prepare(left, silent, remaining_s, again=number > 1)
             except OSError as error:
                 return Tested(None, silent, f"{folder} cannot be written ({error.strerror})")
             attempt = Attempt(self._fleet, left, self._ranks.ranks(), self._begin, f"network{number}")
             outcome = attempt.run(should_stop, limit_s=remaining_s + LEAVE_S)
             if outcome.failure is None and outcome.codes <= {0}:
                 return self._read(silent)
+            if should_stop():
+                return Tested(None, silent, "the job was asked to stop")
             reason = (
                 outcome.failure.reason if outcome.failure else f"its ranks ended with {sorted(outcome.codes)}"
             )
@@ -114,7 +118,22 @@ class NetworkTest:
             # Without a culprit the ranks leave out what they hung in.
             silent |= {name: why for name, why in found.items() if name in {node.name for node in left}}
             left = [node for node in left if node.ready and node.name not in silent]
-        return Tested(None, silent, reason or "there was no time for it")
+        logs = f"; see {self._begin.run.logs}/{self._begin.job}.network.*.log" if reason else ""
+        return Tested(None, silent, f"{reason or 'there was no time for it'}{logs}")
+
+    def _prepare(
+        self, nodes: Sequence[Node], silent: dict[str, str], remaining_s: float, again: bool
+    ) -> None:
+        """Tell the ranks what to measure; what an earlier test has left must not pass for today's. Raises OSError."""
+        folder = self._begin.run.nccl
+        if not again and folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for note in folder.glob("waited.*.json"):
+            note.unlink()
+        _write_topology(folder / TOPOLOGY)
+        spec = self._ranks.spec(nodes, silent, remaining_s, resume=again)
+        (folder / SPEC).write_text(json.dumps(spec))
 
     def _read(self, silent: dict[str, str]) -> Tested:
         try:

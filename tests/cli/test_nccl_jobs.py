@@ -29,6 +29,7 @@ def test_a_test_is_a_short_job_that_does_not_come_back(trierarch: Trierarch, tmp
         (["test", "cluster=local", "nodes=2"], "without Slurm there is one node"),
         (["test", "cluster=local", "--baseline", "none.npz"], "none.npz: there is no such file"),
         (["test", "cluster=local", "--name", "a/b"], "--name a/b: give a name without /"),
+        (["test", "cluster=local", "job.ranks_per_node=1"], "one rank has nobody to talk to"),
         (["report", "none"], "there is no run none"),
     ],
 )

@@ -56,15 +56,20 @@ class World:
         self.plan.setdefault("nodes", {})[name] = own
 
     def supervise(self, *, count: int = 2, policy: Policy | None = None, **plan: Any) -> int:
+        """Train; return the job's exit code."""
+        agents = self.prepare(count, **plan)
+        policy = policy or Policy(backoff_s=0.01)
+        return Supervisor(self.begin, agents, self.stop, policy, self.is_due).supervise()
+
+    def prepare(self, count: int = 2, **plan: Any) -> Agents:
+        """Return what starts ranks on the nodes."""
         (self.run.path / "plan.json").write_text(json.dumps(self.plan))
         command = [*self.agent, "{node}", str(self.run.path)]
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.fleet = Fleet(
             self.nodes, command, environ, self.stop, run=self.run, will=None, say=self.said.append
         )
-        self.agents = Agents(self.fleet, Plan(count, 2, **plan), signal.SIGUSR2)
-        policy = policy or Policy(backoff_s=0.01)
-        return Supervisor(self.begin, self.agents, self.stop, policy, self.is_due).supervise()
+        return Agents(self.fleet, Plan(count, 2, **plan), signal.SIGUSR2)
 
     def events(self, kind: Event) -> list[dict[str, Any]]:
         return [event for event in self.run.read_events() if event["event"] == kind]

@@ -13,6 +13,7 @@ from contract.network_test import SPEC, NetworkVerdict, blamed
 from contract.run_folder import Event, RunFolder
 from slurm.render import render
 from slurm.settings import load_submit
+from slurm.supervise.health import Wishes
 from slurm.supervise.nodes import Node, arranged, place_tasks
 
 pytestmark = pytest.mark.slow
@@ -69,6 +70,47 @@ def test_a_node_that_does_not_answer_is_named_and_the_rest_is_measured(world: Wo
     assert spec["nodes"] == ["a", "c"] and list(spec["silent"]) == ["b"]
 
 
+@pytest.mark.req("C10", "A22")
+def test_a_node_that_is_dead_from_the_start_is_named_and_the_rest_is_measured(world: World) -> None:
+    world.nodes += [Node("c"), Node("d")]
+    world.node("b", broken=9)
+    world.node("d", problems=["it has no GPU"])
+    world.plan["network"] = [OK]
+    agents = world.prepare(4, network_test_s=30, health=Wishes())
+    tested = agents.only_test_network(world.begin, lambda: False)
+    agents.close()
+    spec = json.loads((world.run.nccl / SPEC).read_text())
+    assert spec["nodes"] == ["a", "c"] and spec["silent"].keys() == {"b", "d"} == tested.silent.keys()
+    assert "it has no GPU" in spec["silent"]["d"] and tested.verdict is not None
+
+
+def test_what_an_earlier_test_has_left_does_not_pass_for_todays(world: World) -> None:
+    world.run.nccl.mkdir()
+    for name in ("partial.npz", "plan.json", "hung.json"):
+        (world.run.nccl / name).touch()
+    world.plan["network"] = [{"silent": ["b"], "code": 76}, {"code": 1}, OK]
+    world.nodes += [Node("c")]
+    agents = world.prepare(3, network_test_s=60)
+    tested = agents.only_test_network(world.begin, lambda: False)
+    agents.close()
+    assert {path.name for path in world.run.nccl.iterdir()} == {SPEC, "verdict.json"}
+    assert tested.verdict is not None and json.loads((world.run.nccl / SPEC).read_text())["resume"]
+
+
+def test_a_test_that_is_asked_to_stop_says_so(world: World) -> None:
+    world.plan["network"] = [{"code": 1}]
+    agents = world.prepare(network_test_s=60)
+    asked: list[int] = []
+
+    def should_stop() -> bool:
+        asked.append(1)
+        return (world.run.path / "told.jsonl").exists()
+
+    tested = agents.only_test_network(world.begin, should_stop)
+    agents.close()
+    assert tested.verdict is None and tested.reason == "the job was asked to stop"
+
+
 def test_a_test_that_fails_keeps_nobody_from_training(world: World) -> None:
     world.plan["network"] = [{"code": 1}] * 4
     assert world.supervise(network_test_s=60) == 0
@@ -121,6 +163,10 @@ def test_nodes_are_arranged_by_a_hostfile(tmp_path: Path) -> None:
     [
         (["job.preflight_s=60"], "job.preflight_s has no effect without a preflight"),
         (["job.preflight_baseline=x.npz"], "job.preflight_baseline has no effect without a preflight"),
+        (
+            ["preflight=nccl", "job.preflight_s=300", "job.time_limit=00:06:00"],
+            "leave nothing of the time limit",
+        ),
         (["preflight=nccl", "job.preflight_s=1"], "job.preflight_s=1: must not be below 10"),
         (["preflight=nccl", "job.preflight_baseline=x.npz"], "there is no such file"),
         (["preflight=nccl", "job.launch=step"], "agents do it"),

@@ -4,6 +4,7 @@ In the job itself, where numpy and matplotlib are: the supervisor may be outside
 """
 
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -18,6 +19,10 @@ from tools.nccl.measure.spec import Spec
 
 if TYPE_CHECKING:
     from slurm.sites.profile import Profile
+
+LOG = "nccl.log"
+# Equal nodes differ in these.
+_OF_ONE_HOST = re.compile(r'\s(?:host_hash|guid|version)="[^"]*"')
 
 
 def main(arguments: list[str]) -> int:
@@ -39,16 +44,44 @@ def main(arguments: list[str]) -> int:
 def write_report(spec: Spec) -> None:
     """Analyse what was measured and write the report into the spec's folder; raises UserError."""
     from tools.nccl import report
-    from tools.nccl.conclude import conclude_whatever
-    from tools.nccl.measurement import Measurement
-    from tools.nccl.parsers.any_file import read_measurement
+    from tools.nccl.conclude import conclude_whatever, gravest
+    from tools.nccl.parsers.any_file import gather, read_measurement
 
     folder = Path(spec.folder)
-    measurement = Measurement.load(folder / MEASUREMENT)
+    found = gather([folder / MEASUREMENT])
+    try:
+        found = gather([folder / MEASUREMENT, *_told_by_nccl(folder)])
+    except UserError as error:
+        found.measurement.unmeasured.append(f"what NCCL has written down was not read: {error}")
     baseline = None if spec.baseline is None else read_measurement(Path(spec.baseline), None)
     profile = _profile(RunFolder(folder.parent))
-    findings, advice = conclude_whatever(measurement, baseline=baseline, topology=_topology(folder, profile))
-    report.write(folder, measurement, findings, advice, profile=profile)
+    findings, advice = conclude_whatever(
+        found.measurement, baseline=baseline, topology=_topology(folder, profile)
+    )
+    report.write(
+        folder,
+        found.measurement,
+        gravest(findings, found.verdict),
+        advice,
+        remarks=found.remarks,
+        evidence=report.Evidence(found.logs, found.topologies),
+        profile=profile,
+    )
+
+
+def _told_by_nccl(folder: Path) -> list[Path]:
+    """Return what NCCL has written down on the nodes: all logs as one, and each kind of node's topology once."""
+    logs = sorted(folder.glob("nccl.*.log"))
+    if logs:
+        (folder / LOG).write_bytes(b"".join(log.read_bytes() for log in logs))
+        for log in logs:
+            log.unlink()
+    kinds: dict[str, Path] = {}
+    for file in sorted(folder.glob("topo.*.xml")):
+        kind = _OF_ONE_HOST.sub("", file.read_text(errors="replace"))
+        if kinds.setdefault(kind, file) != file:
+            file.unlink()
+    return [*kinds.values(), *([folder / LOG] if (folder / LOG).exists() else [])]
 
 
 def _profile(run: RunFolder) -> "Profile | None":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from contract.allreduce_plan import FLAT, HIERARCHICAL
+from contract.allreduce_plan import FLAT, HIERARCHICAL, AllReducePlan
 from train.comm.check import find_plan, no_use
 from train.comm.config import AllReduce
 from train.comm.hierarchical import HierarchicalAllReduce
@@ -33,7 +33,7 @@ def choose_allreduce(
     hierarchical = HierarchicalAllReduce(by_node["inside"].get_group(), by_node["between"].get_group())
     reduce: Reduce = hierarchical
     if wish is AllReduce.auto:
-        plan = find_plan(config, mesh.ranks_per_node)
+        plan = _shared(find_plan(config, mesh.ranks_per_node) if dist.get_rank() == 0 else None)
         if plan is None:
             if dist.get_rank() == 0:
                 print(
@@ -51,6 +51,13 @@ def choose_allreduce(
                 dist.all_reduce(tensor, group=mesh.dp_cp.get_group())
 
     model.register_comm_hook(_Averager(reduce, mesh.dp_cp.size(), device), _average)
+
+
+def _shared(plan: AllReducePlan | None) -> AllReducePlan | None:
+    """Return rank 0's plan: where a shared file system lags, others might read another, and choose otherwise."""
+    told = [plan]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 class _Averager:

@@ -1,5 +1,6 @@
 """One rank of a measurement: find the others, then exchanges, collectives, and all-reduce in other ways and orders."""
 
+import json
 import os
 import socket
 import time
@@ -63,7 +64,7 @@ def run(spec: Spec) -> None:
     watch.start(own_connection)
     try:
         team = _gather_team(spec, joined, watch, names)
-        _Session(spec, team, folder).run()
+        _Session(spec, team, folder, _slurm_topology(joined.store, team.nodes)).run()
         watch.answer_no_more()
         team.meet("the end of the others", spec.start_timeout_s)
         watch.stop()
@@ -82,6 +83,10 @@ def _gather_team(spec: Spec, joined: Joined, watch: Watch, names: list[str]) -> 
     store.set(f"measure/{world.rank}", "here")
     if world.local_rank == 0:
         store.set(f"measure/node/{world.node_rank}", socket.gethostname())
+        place = [os.environ.get(name, "") for name in ("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")]
+        store.set(f"measure/topology/{world.node_rank}", json.dumps(place))
+        if torch.cuda.is_available():
+            _have_nccl_tell(Path(spec.folder), world.node_rank)
     device = roll_call.start_process_group(joined, spec.start_timeout_s, _NEVER_S)
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -98,6 +103,24 @@ def _gather_team(spec: Spec, joined: Joined, watch: Watch, names: list[str]) -> 
     return team
 
 
+def _have_nccl_tell(folder: Path, node: int) -> None:
+    """Have NCCL write down, for one rank of each node, what it finds and does; what the user has set stays."""
+    for name, value in (
+        ("NCCL_TOPO_DUMP_FILE", folder / f"topo.{node}.xml"),
+        ("NCCL_DEBUG_FILE", folder / f"nccl.{node}.log"),
+        ("NCCL_DEBUG", "INFO"),
+        ("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH,ENV"),
+    ):
+        os.environ.setdefault(name, str(value))
+
+
+def _slurm_topology(store: dist.Store, nodes: Sequence[str]) -> dict[str, list[str]]:
+    """Where Slurm has each node, as it told there: (address, pattern); empty where it does not say."""
+    told = store.multi_get([f"measure/topology/{number}" for number in range(len(nodes))])
+    places = {name: json.loads(text) for name, text in zip(nodes, told, strict=True)}
+    return places if all(address and pattern for address, pattern in places.values()) else {}
+
+
 @dataclass(frozen=True)
 class _Session:
     """What one rank does once all are there."""
@@ -105,6 +128,8 @@ class _Session:
     spec: Spec
     team: Team
     folder: Path
+    switches: dict[str, list[str]]
+    """Where Slurm has each node."""
 
     def run(self) -> None:
         spec, team = self.spec, self.team
@@ -145,6 +170,8 @@ class _Session:
             about |= adapters.here()
         if "SLURM_JOB_ID" in os.environ:
             about["job"] = os.environ["SLURM_JOB_ID"]
+        if self.switches:
+            about["slurm_topology"] = self.switches
         return Measurement(
             list(team.nodes), team.gpus_per_node, team.backend, silent=dict(self.spec.silent), about=about
         )
