@@ -113,9 +113,10 @@ def submit(
 ) -> None:
     """Train as a batch job; `job.nodes=2` and `cluster=NAME` say where, the rest is as for `train`."""
     from configs.compose import key_of, to_yaml
-    from slurm.settings import load_submit, says_where
+    from slurm.settings import Preflight, load_submit, says_where
     from slurm.submit import submit as submit_run
     from tools.data_check import missing_data
+    from train.comm.check import check_plan
     from train.config import load_config
     from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
@@ -132,6 +133,8 @@ def submit(
     on_gpus = settings.cluster.gpus_per_node > 0
     sized = with_vocabulary(config)
     dims = lay_out(sized, ranks, settings.ranks_per_node, on_gpus)
+    if settings.job.preflight is Preflight.none:
+        check_plan(sized, dims, settings.ranks_per_node)
     for note in [*missing_data([config.data.prefix]), *notes(config, dims, settings.ranks_per_node)]:
         print(f"note:  {note}", file=sys.stderr)
     if config.offload.is_used and sized.model.vocab_size is not None:

@@ -30,8 +30,7 @@ from train.checkpoint.staging import Staging
 from train.checkpoint.store import CheckpointStore
 from train.checkpoint.tidy import TEMPORARY
 from train.checkpoint.write import broadcast
-from train.comm.check import find_plan, no_use
-from train.comm.config import AllReduce
+from train.comm.check import check_plan
 from train.config import WATCH_MARGIN_S, TrainConfig
 from train.continuing import (
     changed_batch,
@@ -262,9 +261,8 @@ class Launch:
     def _lay_out(self) -> ParallelDims:
         config, world = self._config, self._world
         dims = lay_out(config, world.size, world.local_size, on_gpus=self._device.type == "cuda")
-        auto = config.comm.allreduce is AllReduce.auto
-        if self._leader and auto and not no_use(config, dims, world.local_size):
-            find_plan(config, world.local_size)
+        if self._leader:
+            check_plan(config, dims, world.local_size)
         return dims
 
     def _check_memory(self, dims: ParallelDims) -> None:

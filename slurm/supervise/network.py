@@ -129,8 +129,8 @@ class NetworkTest:
         if not again and folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for note in folder.glob("waited.*.json"):
-            note.unlink()
+        for waited in folder.glob("waited.*.json"):
+            waited.unlink()
         _write_topology(folder / TOPOLOGY)
         spec = self._ranks.spec(nodes, silent, remaining_s, resume=again)
         (folder / SPEC).write_text(json.dumps(spec))

@@ -45,6 +45,12 @@ def no_use(config: "TrainConfig", dims: ParallelDims, ranks_per_node: int | None
     return ""
 
 
+def check_plan(config: "TrainConfig", dims: ParallelDims, ranks_per_node: int) -> None:
+    """Raise `UserError` where `comm.allreduce=auto` has a choice, and nothing to choose by."""
+    if config.comm.allreduce is AllReduce.auto and not no_use(config, dims, ranks_per_node):
+        find_plan(config, ranks_per_node)
+
+
 def find_plan(config: "TrainConfig", ranks_per_node: int) -> AllReducePlan | None:
     """Return the plan that `comm.allreduce=auto` goes by; None where the run's own network test has left none.
 
