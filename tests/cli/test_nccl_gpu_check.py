@@ -21,7 +21,7 @@ def run_script(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.req("C10")
 def test_the_script_for_gpus_runs(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

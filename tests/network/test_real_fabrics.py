@@ -134,6 +134,7 @@ def test_by_nodes_is_faster_than_flat_where_the_model_says_so(tmp_path: Path) ->
     assert [algorithm for begin, algorithm in advice.switches if begin <= size][-1] == "hierarchical"
 
 
+@pytest.mark.chaos
 @pytest.mark.req("C10", "A5")
 def test_a_link_that_carries_nothing_is_told_by_both_ends_and_not_tried_again(tmp_path: Path) -> None:
     """Too slow for a single message: both ranks live, so that neither is to blame, and the rest is measured."""

@@ -194,8 +194,15 @@ def _start(tmp_path: Path, nodes: int, **more: Any) -> "LiveRanks":
 
 
 @pytest.mark.req("C10", "A5")
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [
+        (signal.SIGSTOP, 2),
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.chaos),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.chaos),
+    ],
+)
 def test_a_rank_that_is_gone_or_stuck_is_named(tmp_path: Path, how: signal.Signals, victim: int) -> None:
     ranks = _start(tmp_path, 3, operations=["all_reduce"])
     os.kill(ranks.pid(victim), how)

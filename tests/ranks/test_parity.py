@@ -53,7 +53,6 @@ PIPELINE = [
     (2, "pp=2 schedule=interleaved_zero_bubble"),
     (2, "pp=2 schedule=zbv"),
     (2, "pp=2 schedule=dualpipev"),
-    (4, "pp=4 model.layers=4"),
     (4, "pp=2 zero=0 micro_batch_size=2"),
     (4, "pp=2 zero=2 micro_batch_size=2"),
     (4, "pp=2 zero=3 schedule=interleaved_1f1b micro_batch_size=2"),
@@ -81,6 +80,7 @@ COMPOSED = [
     (2, "pp=2 recompute=auto recompute_budget_gb=0.0006 model.layers=4"),
 ]
 LONG = [
+    (4, "pp=4 model.layers=4"),
     (2, "tp=2 sequence_parallel=false micro_batch_size=8"),
     (2, "tp=2 loss_parallel=false micro_batch_size=8"),
     (2, "tp=2 model.tie_embeddings=true micro_batch_size=8"),

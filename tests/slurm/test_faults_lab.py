@@ -126,6 +126,7 @@ def test_a_job_without_a_spare_comes_back_away_from_the_node_that_died(
     assert [event["excluded"] for event in events(run, Event.REQUEUED)] == [[victim]]
 
 
+@pytest.mark.chaos
 @pytest.mark.req("C13", "A22")
 def test_a_job_of_one_step_comes_back_when_its_node_dies(runs: Runs, undisturbed: RunFolder) -> None:
     run = runs.start("stepped", "job.launch=step")
@@ -251,7 +252,7 @@ def test_two_runs_submitted_from_inside_a_job_share_their_nodes(
 
 
 @pytest.mark.req("C13", "A21")
-@pytest.mark.parametrize("spares", [1, 0])
+@pytest.mark.parametrize("spares", [1, pytest.param(0, marks=pytest.mark.chaos)])
 def test_a_node_that_does_not_see_the_run_folder_takes_no_part(
     runs: Runs, undisturbed: RunFolder, spares: int
 ) -> None:
@@ -272,6 +273,7 @@ def test_a_node_that_does_not_see_the_run_folder_takes_no_part(
     assert "n2" in runs.nodes(name) if spares else "n2" not in runs.nodes(name)
 
 
+@pytest.mark.chaos
 @pytest.mark.req("C12", "C13", "A22")
 def test_of_twelve_tasks_one_is_preempted_and_one_fails(runs: Runs, tmp_path: Path) -> None:
     """Real trainings that differ in nothing but where their tokens are: all have the same weights."""
