@@ -298,6 +298,7 @@ def test_ranks_with_the_same_settings_compose_them_once_and_get_the_same_error(r
     ranks(2, refused)
 
 
+@pytest.mark.slow
 def test_one_process_takes_all_tests_of_a_place_whose_tests_share_much(tmp_path: Path) -> None:
     """Seen in what pytest does: groups of xdist's own have been without effect and without a word."""
     tests = Path(__file__).parents[1]

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from harness.measuring import Ranks as LiveRanks
     from harness.pool import Ranks
 
+pytestmark = pytest.mark.slow
+
 LEFT = 76
 ROUND_S, CALL_S = 3.0, 2.5
 BOUND_S = ROUND_S + CALL_S + 20.0

@@ -15,6 +15,8 @@ from tools.nccl.measurement import Measurement
 from tools.nccl.simulate.fabric import fat_tree
 from tools.nccl.simulate.prober import Simulator
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 

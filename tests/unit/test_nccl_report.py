@@ -223,6 +223,7 @@ def _pixels(path: Path) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
     return np.asarray(Image.open(path).convert("RGB")).astype(np.int64)
 
 
+@pytest.mark.slow
 def test_pictures_show_what_is_slow_and_who_did_not_answer(tmp_path: Path) -> None:
     def black(measurement: Measurement, *faults: Fault) -> tuple[int, int]:
         png.write(tmp_path, measurement, found(measurement, *faults))
