@@ -27,6 +27,11 @@ from train.checkpoint.stored import HashingPlanner, Stored
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape."""
+CUTS: dict[str, list[Box]] = {
+    "model.embed_tokens.weight": [((0, 0), (20, 32)), ((20, 0), (44, 32))],
+    "model.layers.0.mlp.up_proj.weight": [((0, 0), (48, 10)), ((0, 10), (48, 22))],
+}
+"""How two tensors of `MODEL` are cut: by rows, and by columns."""
 MODEL = {"vocab_size": 64, "dim": 32, "layers": 1, "heads": 2, "ffn_dim": 48, "max_sequence_length": 16}
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from harness.checkpoints import (
-    Box,
+    CUTS,
     Hostile,
     flat,
     load_dcp,
@@ -28,10 +28,6 @@ from tools.ckpt.source import Source
 from tools.ckpt.validate import validate
 from tools.ckpt.write_ours import told_by, write_ours
 
-CUTS: dict[str, list[Box]] = {
-    "model.embed_tokens.weight": [((0, 0), (20, 32)), ((20, 0), (44, 32))],
-    "model.layers.0.mlp.up_proj.weight": [((0, 0), (48, 10)), ((0, 10), (48, 22))],
-}
 NAME = "model.layers.0.mlp.up_proj.weight"
 FILE = "__0_0.distcp"
 LISTED = "digests/rank_0.json"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness.checkpoints import (
+    CUTS,
     MODEL,
-    Box,
     Hostile,
     flat,
     hexed,
@@ -32,10 +32,6 @@ from tools.ckpt.report import Depth, Report
 from tools.ckpt.validate import validate
 from train.model.config import ModelConfig, parameter_shapes
 
-CUTS: dict[str, list[Box]] = {
-    "model.embed_tokens.weight": [((0, 0), (20, 32)), ((20, 0), (44, 32))],
-    "model.layers.0.mlp.up_proj.weight": [((0, 0), (48, 10)), ((0, 10), (48, 22))],
-}
 DATA_FILE = "__0_0.distcp"
 
 

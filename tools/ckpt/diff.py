@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from tools.ckpt.open import open_source
 from tools.ckpt.pieces import Entry
 from tools.ckpt.source import Source, Window
 from tools.ckpt.steady import steadily
-from tools.ckpt.threads import cores, taken_from
+from tools.ckpt.threads import cores, taken_from, work_off
 
 _WINDOW_ELEMENTS = 1 << 18
 
@@ -136,12 +135,7 @@ def _compare_all(
                 found[pair[0].name] = _compare(own_a, own_b, *pair, tolerance)
                 advance(pair[0].nbytes + pair[1].nbytes)
 
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for worker in [pool.submit(work) for _ in range(threads)]:
-                worker.result()
-        finally:
-            waiting.clear()  # interrupted: the others end with the tensor that they are at
+    work_off(waiting, work, threads)
     return found
 
 

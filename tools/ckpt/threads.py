@@ -39,13 +39,18 @@ def for_each(
                 for number, entry in enumerate(batch, begin):
                     found[number] = look(own, entry)
 
+    work_off(waiting, work, threads)
+    return [found[number] for number in range(len(entries))]
+
+
+def work_off(waiting: "deque[T]", work: Callable[[], None], threads: int) -> None:
+    """Run `work`, which takes from `waiting` until nothing is left, in some threads; raises what one of them does."""
     with ThreadPoolExecutor(threads) as pool:
         try:
             for worker in [pool.submit(work) for _ in range(threads)]:
                 worker.result()
         finally:
-            waiting.clear()  # interrupted: the others end with the batch that they are at
-    return [found[number] for number in range(len(entries))]
+            waiting.clear()  # interrupted: the others end with what they are at
 
 
 def taken_from(waiting: "deque[T]") -> Iterator[T]:

@@ -22,7 +22,7 @@ _TRANSPORTS = {
 }
 _MOST_WARNINGS = 20
 
-_TODO = (
+_REMEDIES = (
     (
         r"ibv_(reg_mr|create_qp|create_cq).*(Cannot allocate memory|-12)|ibv_reg_mr|Unable to register",
         "the limit of locked memory is too low: `ulimit -l` must say unlimited on the nodes",
@@ -194,7 +194,7 @@ def _warnings(log: Log) -> Iterator[Remark]:
     order = sorted(log.warnings.items(), key=lambda item: -item[1].total())
     for text, hosts in order[:_MOST_WARNINGS]:
         harmless = _HARMLESS.search(text)
-        todo = next((todo for pattern, todo in _TODO if re.search(pattern, text)), "")
+        todo = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, text)), "")
         names = tuple(name for name in hosts if name)
         everywhere = len(names) == len(log.hosts)
         peers = [address for address, _ in log.peers.get(text, Counter[str]()).most_common(4)]
