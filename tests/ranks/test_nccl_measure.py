@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,6 +236,27 @@ def test_a_rank_that_was_stopped_for_a_while_says_so_itself(tmp_path: Path) -> N
     assert [wait["silent"] for wait in waits] == [[1], [1]]
     assert "this process itself was stopped" in waits[1]["reason"]
     assert not list(tmp_path.glob("hung*.json"))
+
+
+@pytest.mark.req("C10")
+def test_a_stopped_rank_knows_it_in_whichever_thread_wakes_first(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from pathlib import Path
+from tools.nccl.measure import watch
+watch.POLL_S, watch.SUSPENDED_S = 30.0, 0.3  # the thread that looks does not wake here
+one = watch.Watch(Path(sys.argv[1]), 1, 2, lambda rank: (f"n{rank}", 0), roll_call_s=0.1)
+one.start(None)
+one.step("round", "round 1 of exchanges", 60)
+time.sleep(1)
+one.give_up("rank 0 is gone")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], timeout=60, capture_output=True, text=True
+    )
+    assert ended.returncode == LEFT, ended.stderr
+    note = json.loads((tmp_path / "waited.1.json").read_text())
+    assert note["silent"] == [1] and "this process itself was stopped" in note["reason"]
 
 
 def _of_pair(measurement: Any, pair: tuple[int, int], value: str) -> set[float]:

@@ -5,6 +5,7 @@ ranks are called: whoever waits leaves a note in the shared folder (`waits`), an
 """
 
 import faulthandler
+import math
 import os
 import socket
 import threading
@@ -46,6 +47,7 @@ class Watch:
         self._number = 0
         self._step = ("start", "start")
         self._peers: tuple[int, ...] = ()
+        self._looked = math.inf
         self._leaving = threading.Lock()
         self._stopped = threading.Event()
         self._alone = threading.Event()
@@ -65,6 +67,7 @@ class Watch:
         """Watch no more: what follows is no measurement."""
         self._alone.set()
         self._stopped.set()
+        self._looked = math.inf
 
     def step(self, kind: str, what: str, limit_s: float, peers: Sequence[int] = ()) -> None:
         """What begins now may take `limit_s`; `kind` and `what`: see `waits.Wait`; `peers`: whom it waits for."""
@@ -74,12 +77,17 @@ class Watch:
         own.limits[Phase.STEP] = limit_s
         own.beat(Phase.STEP, self._number)
 
-    def give_up(self, reason: str, *, late: bool = False, stopped: bool = False) -> NoReturn:
+    def give_up(self, reason: str, *, late: bool = False) -> NoReturn:
         """Leave with 76, after the notes of all ranks have told who is missing.
 
-        `late`: what this rank itself is in takes too long; `stopped`: it is this process that others miss.
+        `late`: what this rank itself is in takes too long.
         """
         self._leaving.acquire()  # never released: one thread leaves, others wait for the end
+        # Whichever thread wakes first in a process that had been stopped: it is this process that others miss.
+        paused_s = time.monotonic() - self._looked
+        stopped = paused_s > SUSPENDED_S
+        if stopped:
+            reason = f"this process itself was stopped for {paused_s:.0f} s"
         kind, what = self._step
         node, gpu = self._place(self._rank)
         waited_s = time.monotonic() - pulse.own().last().time_s
@@ -127,13 +135,13 @@ class Watch:
                 self._store.set(_CALL, str(self._rank))
 
     def _watch(self) -> None:
-        looked = time.monotonic()
+        self._looked = time.monotonic()
         while not self._stopped.wait(POLL_S):
             now = time.monotonic()
             last = pulse.own().last()
-            if now - looked > SUSPENDED_S:
-                self.give_up(f"this process itself was stopped for {now - looked:.0f} s", stopped=True)
-            looked = now
+            if now - self._looked > SUSPENDED_S:
+                self.give_up("this process stood still")
+            self._looked = now
             if now - last.time_s > last.limit_s:
                 faulthandler.dump_traceback(file=2, all_threads=True)
                 self.give_up(f"no answer within {last.limit_s:.3g} s", late=True)
