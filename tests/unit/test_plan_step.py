@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from contract.errors import ConfigError
@@ -13,6 +13,7 @@ from tools.plan import links
 from tools.plan.case import Attention, Case, Layout, Machine, Model, Number, Recompute
 from tools.plan.constants import Constants, constants
 from tools.plan.gpu import FOLDER, gpu
+from tools.plan.pipeline.simulate import simulate
 from tools.plan.step import layers_of_stages, predict_step
 from tools.plan.work import head, layer
 from train.config import load_config
@@ -173,6 +174,30 @@ def test_a_pipeline_of_equal_stages_idles_as_the_closed_form_says(
         (p - 1) / (v * m),
         rel_tol=0.02,
     )
+
+
+@given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 6), st.integers(100, 300000))
+@settings(deadline=None, max_examples=40)
+def test_filling_is_what_playing_the_schedule_gives(p: int, v: int, rounds: int, vocabulary: int) -> None:
+    """With a last stage that has a head of any size."""
+    schedule = "1f1b" if v == 1 else "interleaved_1f1b"
+    layout = Layout(pp=p, vpp=v, micro_batches=rounds * p, schedule=schedule)
+    found = predict_step(case(replace(LLAMA, layers=2 * p * v, vocabulary=vocabulary), layout, each=p), EXACT)
+    played = simulate(schedule, p, found.stages, layout.micro_batches, tolerance=0.0).total_s
+    assert found.compute_s + found.bubble_s == pytest.approx(played, rel=1e-6 if v == 1 else 0.06)
+
+
+@pytest.mark.req("A3")
+def test_zero_bubble_schedules_are_faster_and_computing_again_takes_that_away() -> None:
+    def bubble(schedule: str, recompute: Recompute = Recompute.none) -> float:
+        v = 1 if schedule in ("1f1b", "zb_h1", "zb_2p") else 2
+        layout = Layout(pp=8, vpp=v, micro_batches=32, schedule=schedule, recompute=recompute)
+        found = predict_step(case(replace(LLAMA, layers=64, vocabulary=128), layout))
+        return found.bubble_s / found.total_s
+
+    assert bubble("zb_2p") < bubble("zb_h1") < bubble("1f1b")
+    for schedule in ("zbv", "interleaved_zero_bubble", "dualpipev"):
+        assert bubble(schedule) < 0.5 * bubble("1f1b") < bubble(schedule, Recompute.full)
 
 
 def test_layers_are_dealt_evenly_and_the_ends_get_less() -> None:

@@ -10,12 +10,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import ConfigError
 from tools.plan.case import Case
-from tools.plan.constants import Constants, priors
-from tools.plan.rows import Row, case_of, is_complete
+from tools.plan.constants import Constants, constants, priors, write
+from tools.plan.rows import Row, case_of, is_complete, read_rows
 from tools.plan.step import predict_step
 
 if TYPE_CHECKING:
@@ -70,16 +71,19 @@ def step_time_of(row: Row) -> float | None:
     return float(value) if value and not measured.get("oom") else None
 
 
-def fit(runs: Sequence[Measured], start: Constants | None = None) -> Constants:
-    """Return the most likely constants; those without a prior are `start`'s. Raises `ConfigError` without runs."""
+def fit(runs: Sequence[Measured], around: Constants | None = None) -> Constants:
+    """Return the most likely constants; raises `ConfigError` without runs.
+
+    `around`: what was believed before, in place of the priors' values; those without a prior stay as they are there.
+    """
     import numpy as np
     from scipy.optimize import least_squares
 
     if not runs:
         raise ConfigError("there are no runs to calibrate with: rows must be complete and have a step time")
-    start = start or Constants()
+    start = around or Constants()
     known = priors()
-    prior = np.array([one.value for one in known.values()])
+    prior = np.array([getattr(start, name) for name in known])
     sigma = np.array([one.sigma for one in known.values()])
     bounds = [one.low for one in known.values()], [one.high for one in known.values()]
     rows_of = Counter(run.source for run in runs)
@@ -145,7 +149,7 @@ class Choice:
     random_regret: float
     """The same of a layout picked at random."""
     rank_correlation: float
-    """Spearman's, the mean over groups of at least three different predictions."""
+    """Spearman's, the mean over groups of at least three different predictions; NaN without any."""
 
 
 def choice(runs: Sequence[Measured], times: Mapping[str, float]) -> Choice:
@@ -173,8 +177,26 @@ def choice(runs: Sequence[Measured], times: Mapping[str, float]) -> Choice:
         len(regrets),
         float(np.mean(regrets)) if regrets else 0.0,
         float(np.mean(randoms)) if randoms else 0.0,
-        float(np.mean(ranks)) if ranks else 1.0,
+        float(np.mean(ranks)) if ranks else math.nan,
     )
+
+
+def calibrate(rows: Path, runs: Sequence[Measured], out: Path) -> dict[str, Any]:
+    """Fit constants to published rows, or, starting there, to runs of one's own, and write them; returns what of.
+
+    Raises `ConfigError` where there is nothing to fit to, or `out` cannot be written.
+    """
+    if runs:
+        known, origin = fit(runs, around=constants()), "own runs, from the published constants on"
+    else:
+        runs, origin = measured_of(read_rows(rows)), f"{rows.name}, split calibrate, tier A"
+        known = fit(runs)
+    found = about(runs, known, origin)
+    try:
+        write(out, known, found)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+    return found
 
 
 def about(runs: Sequence[Measured], known: Constants, origin: str) -> dict[str, Any]:

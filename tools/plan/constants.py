@@ -36,8 +36,8 @@ class Constants:
 
     matmul: float = _fitted(0.80, 0.05, 0.5, 0.98)
     """Of the peak of matrix units that large products reach in the forward pass, but for their tiles."""
-    backward: float = _fitted(0.92, 0.05, 0.6, 1.05)
-    """Of that in the backward pass, whose products are of transposed matrices."""
+    backward: float = _fitted(0.92, 0.05, 0.6, 1.1)
+    """Of that in the products for the input's gradient, with transposed matrices."""
     waves: float = _fitted(0.6, 0.2, 0.0, 1.0)
     """Exponent: how much of the loss in the last, half-empty wave of tiles is felt."""
     start: float = _fitted(100.0, 50.0, 0.0, 600.0)

@@ -18,7 +18,8 @@ def predict_rows(rows: Iterable[Row], known: Constants | None = None) -> list[di
     """Return for each row its `id` with the predicted figures; nulls and a `problem` where a row says too little.
 
     `iteration_time_s`: of a step; `model_tflops_per_gpu`: forward and backward alone, the whole square of attention
-    counted; `mem_gb`: GiB as nvidia-smi would show them; `oom`: that is more than the GPU has.
+    counted; `mem_gb`: GiB that the framework's allocator has at its peak (nvidia-smi shows CUDA's besides); `oom`:
+    whether what is needed is more than the GPU has.
     """
     known = known or constants()
     return [_predict(row, known) for row in rows]
@@ -40,11 +41,12 @@ def _predict(row: Row, known: Constants) -> dict[str, Any]:
         empty = dict.fromkeys(("iteration_time_s", "model_tflops_per_gpu", "mem_gb", "oom"))
         return {"id": row["id"], **empty, "problem": str(error)}
     step_s = predict_step(case, known).total_s
-    held = predict_memory(case, known).total
+    memory = predict_memory(case, known)
     return {
         "id": row["id"],
         "iteration_time_s": step_s,
         "model_tflops_per_gpu": case.model_flops / step_s / 1e12,
-        "mem_gb": held / GIB,
-        "oom": held > case.machine.gpu.memory_gb * GIB,
+        "mem_gb": memory.allocated / GIB,
+        # The allocator gives up what it only holds before it fails.
+        "oom": memory.needed > case.machine.gpu.memory_gb * GIB,
     }

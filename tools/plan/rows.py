@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
+from tools.plan.build import as_built
 from tools.plan.case import Attention, Case, Layout, Machine, Model, Number, Recompute
 from tools.plan.gpu import Gpu, gpu
 
@@ -57,7 +58,7 @@ def case_of(row: Row) -> Case:
     number = _number(text)
     attention = _attention(number, bool(model.get("gated_mlp")), layout)
     heads = model.get("heads") or max(1, model["hidden"] // 128)
-    return Case(
+    case = Case(
         model=Model(
             layers=model["layers"],
             hidden=model["hidden"],
@@ -97,6 +98,7 @@ def case_of(row: Row) -> Case:
         early_stop=zero == 3,
         gradient_bytes=_gradient_bytes(text, number),
     )
+    return as_built(case, row)
 
 
 def _ffn(model: Row) -> int:

@@ -1,16 +1,20 @@
 """How long a step takes, and what of: computation, communication beside it or waited for, the pipeline's bubble."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add
 
 from tools.plan import links
 from tools.plan.case import Case, Recompute
 from tools.plan.constants import Constants, constants
+from tools.plan.pipeline.simulate import total_s
+from tools.plan.stage import Stage
 from tools.plan.work import Chunk, head, layer, optimizer_s
 
+FILLS = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
+"""Schedules whose bubble is filling and emptying the pipeline; others are played."""
 QUIET = 0.03
 """Of `Constants.chunk_s`, what a hand-over takes where the host runs ahead of the GPU."""
 
@@ -40,22 +44,6 @@ class Lane:
 
 
 NOTHING = Lane(0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Times of one micro-batch in one stage of the pipeline, with the communication in it that is waited for."""
-
-    forward_s: float
-    backward_s: float
-    """For the input, and what is computed again for it."""
-    weights_s: float
-    """For the weights, which some schedules do apart."""
-
-    @property
-    def total_s(self) -> float:
-        """All of it."""
-        return self.forward_s + self.backward_s + self.weights_s
 
 
 @dataclass(frozen=True)
@@ -111,7 +99,7 @@ def predict_step(case: Case, known: Constants | None = None) -> Step:
     handover_s, communication["pp"] = _handing_over(case, known)
     parameters = layers * case.model.layer_parameters + _tables(case)
     communication |= _data(case, known, parameters / layout.tp, [stages[stage] for stage in own])
-    bubble_s = _bubble_s(case, busy_s)
+    bubble_s = _bubble_s(case, stages, busy_s)
     update_s = optimizer_s(case, known, parameters / layout.tp / (layout.sharers if layout.zero else 1))
     compute_s = times * (busy_s[slowest] - waited_s * layers)
     total_s = compute_s + bubble_s + update_s + sum(lane.exposed_s for lane in communication.values())
@@ -245,9 +233,21 @@ def _data(case: Case, known: Constants, parameters: float, own: list[Stage]) -> 
     return {"dp": shared if sharers > 1 else NOTHING, "copies": copies}
 
 
-def _bubble_s(case: Case, busy_s: list[float]) -> float:
+def _bubble_s(case: Case, stages: Sequence[Stage], busy_s: Sequence[float]) -> float:
     """What the slowest rank waits for the others in one step."""
     layout = case.layout
     if layout.pp == 1:
         return 0.0
-    return (sum(busy_s) - max(busy_s)) / layout.vpp
+    if layout.schedule in FILLS:
+        # It waits for the first micro-batch to come through the others, and the last to come back, turn by turn.
+        return (sum(busy_s) - max(busy_s)) / layout.vpp
+    if layout.recompute is not Recompute.none:
+        # Computing again undoes the split of the backward pass.
+        stages = [Stage(stage.forward_s, stage.backward_s + stage.weights_s, 0.0) for stage in stages]
+    played_s = _played_s(layout.schedule, layout.pp, tuple(stages), layout.micro_batches)
+    return max(0.0, played_s - layout.micro_batches * max(busy_s))
+
+
+@lru_cache(maxsize=4096)
+def _played_s(schedule: str, ranks: int, stages: tuple[Stage, ...], micro_batches: int) -> float:
+    return total_s(schedule, ranks, stages, micro_batches)

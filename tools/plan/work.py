@@ -111,12 +111,16 @@ class Rates:
 
     def product_s(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:
         """Seconds of `batch` products of (rows, inner) and (inner, columns)."""
+        written = self.moving_s(self.item_bytes * rows * columns * batch)
+        return self.arithmetic_s(rows, columns, inner, batch) * (1 + self.known.start / inner) + written
+
+    def arithmetic_s(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:
+        """The same, without what tiles cost at their start and end."""
         full = max(self._full(rows, columns, batch, *tile) for tile in TILES)
-        lost = float(full**self.known.waves) / (1 + self.known.start / inner)
+        reached = self.matmul * float(full**self.known.waves)
         if columns % TENSOR_CORE or inner % TENSOR_CORE:
-            lost *= self.known.misaligned
-        arithmetic = 2.0 * rows * columns * inner * batch / (self.matmul * lost)
-        return arithmetic + self.moving_s(self.item_bytes * rows * columns * batch)
+            reached *= self.known.misaligned
+        return 2.0 * rows * columns * inner * batch / reached
 
     def moving_s(self, size: float) -> float:
         """Seconds to read or write `size` bytes."""
@@ -202,8 +206,9 @@ def _for_input_s(rates: Rates, shape: Shape) -> float:
 
 
 def _for_weights_s(rates: Rates, shape: Shape) -> float:
+    # Its sums stay in the tiles over all tokens, and are added to those of other micro-batches beside the arithmetic.
     rows, columns, inner = shape
-    return rates.product_s(columns, inner, rows) / rates.known.backward
+    return rates.arithmetic_s(columns, inner, rows) / rates.known.backward
 
 
 def _matrices(case: Case, rates: Rates) -> Chunk:
@@ -237,8 +242,9 @@ def _elements(case: Case, rates: Rates) -> Chunk:
     weights = 0.0
     if model.biases:
         weights += bytes_a_token * (model.ffn + hidden) / tp / 2
-    if layout.micro_batches > 1:
-        weights += model.layer_matrices / tp * (2 * case.gradient_bytes + case.item_bytes)
+    if layout.micro_batches > 1 and case.gradient_bytes == case.item_bytes:
+        # Added to those before in a pass of its own; sums in fp32 are added to where they are computed.
+        weights += model.layer_matrices / tp * 3 * case.item_bytes
     cast_in = cast_out = 0.0
     if case.number is Number.fp8:
         # What goes into each product is read in 16 bits and written in 8 twice, as it is and transposed.
