@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.optimization import get_scheduler
 
-from train.config import Decay, OptimConfig
+from train.config import Decay, OptimConfig, Warmup
 from train.optim.adamw import AdamW
 from train.optim.schedule import learning_rate
 
@@ -53,6 +53,32 @@ def test_wsd_is_that_of_transformers(warmup: int, steps: int, fraction: float) -
         min_lr_ratio=0.0,
     )
     assert ours[warmup:] == pytest.approx(theirs[warmup:], abs=1e-9)
+
+
+@pytest.mark.req("A16")
+@given(st.integers(0, 20), st.integers(30, 80))
+def test_linear_is_that_of_transformers(warmup: int, steps: int) -> None:
+    config = OptimConfig(lr=0.1, warmup_steps=warmup, decay=Decay.linear, min_lr_ratio=0.0)
+    ours = [learning_rate(config, step, steps) for step in range(steps)]
+    assert ours[warmup:] == pytest.approx(
+        reference("linear", 0.1, warmup, steps - 1)[warmup:steps], abs=1e-12
+    )
+
+
+@given(st.integers(1, 200), st.floats(0.0, 1.0))
+def test_warm_up_goes_from_its_lowest_rate_to_the_largest(warmup: int, lowest: float) -> None:
+    for shape in Warmup:
+        config = OptimConfig(lr=0.1, warmup_steps=warmup, warmup=shape, warmup_min_ratio=lowest)
+        rates = [learning_rate(config, step, 1000) for step in range(warmup + 1)]
+        assert rates == sorted(rates)
+        assert rates[-1] == pytest.approx(0.1)
+        assert rates[0] >= 0.1 * lowest * (1 - 1e-12)
+    if warmup > 3:  # the logarithm is ahead in the middle
+        log, linear = (
+            learning_rate(OptimConfig(warmup_steps=warmup, warmup=shape), warmup // 2, 1000)
+            for shape in (Warmup.log, Warmup.linear)
+        )
+        assert log > linear
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.sampled_from(list(Decay)))

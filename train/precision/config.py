@@ -58,7 +58,13 @@ class Table(StrEnum):
 
 LEAST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**24
 """Of a loss: beyond them the squares of gradients in fp32 would be what overflows, or nothing."""
-SCALING = ("loss_scale", "loss_scale_growth_steps", "loss_scale_min", "loss_scale_patience")
+SCALING = (
+    "loss_scale",
+    "loss_scale_growth_steps",
+    "loss_scale_hysteresis",
+    "loss_scale_min",
+    "loss_scale_patience",
+)
 
 
 @dataclass
@@ -88,6 +94,8 @@ class PrecisionConfig:
     """Where float16 computes the loss is multiplied by this at the start, see `train.precision.scale`."""
     loss_scale_growth_steps: int = 2000
     """Steps without an overflow after which the scale doubles."""
+    loss_scale_hysteresis: int = 1
+    """Steps with an overflow until the scale halves; counted anew when it has doubled."""
     loss_scale_min: float = 1.0
     """The scale goes no lower."""
     loss_scale_patience: int = 8
@@ -162,7 +170,7 @@ class PrecisionConfig:
                 f"precision.loss_scale={self.loss_scale}: must be from precision.loss_scale_min="
                 f"{self.loss_scale_min}, which is at least {LEAST_SCALE:g}, to {LARGEST_SCALE:.0f}"
             )
-        for name in ("loss_scale_growth_steps", "loss_scale_patience"):
+        for name in ("loss_scale_growth_steps", "loss_scale_hysteresis", "loss_scale_patience"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"precision.{name}={getattr(self, name)}: must be at least 1")
 

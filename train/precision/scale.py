@@ -26,6 +26,8 @@ class LossScale:
     """Steps in all that updated nothing."""
     stuck: int = 0
     """Steps skipped in a row at the lowest scale."""
+    spared: int = 0
+    """Overflows since the scale last doubled that have not halved it."""
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "LossScale":
@@ -55,9 +57,13 @@ class LossScale:
             self.good_steps += 1
             if self.good_steps >= self.config.loss_scale_growth_steps:
                 self.value, self.good_steps = min(2 * self.value, LARGEST_SCALE), 0
+                self.spared = 0
             return True
         self.skipped += 1
         self.good_steps = 0
+        if self.spared < self.config.loss_scale_hysteresis - 1:
+            self.spared += 1
+            return False
         if self.value <= self.config.loss_scale_min:
             self.stuck += 1
         self.value = max(self.value / 2, self.config.loss_scale_min)
@@ -76,6 +82,7 @@ class LossScale:
             "good_steps": self.good_steps,
             "skipped": self.skipped,
             "stuck": self.stuck,
+            **({"spared": self.spared} if self.config.loss_scale_hysteresis > 1 else {}),
         }
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
@@ -87,3 +94,4 @@ class LossScale:
         self.value = max(float(state["loss_scale"]), self.config.loss_scale_min)
         self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])
         self.stuck = int(state["stuck"])
+        self.spared = int(state.get("spared", torch.zeros(())))

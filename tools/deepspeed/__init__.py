@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON configuration, translated into settings of ours. Imports neither torch nor DeepSpeed."""
