@@ -80,7 +80,7 @@ def fill(schema: type[T], overrides: Sequence[str]) -> T:
         tree = OmegaConf.structured(schema)
         for override in (one for one in parsed if is_group(one)):
             group = override.key_or_group
-            tree[group] = OmegaConf.merge(tree[group], _load_choice(group, str(override.value())))
+            tree[group] = OmegaConf.merge(tree[group], load_choice(group, str(override.value())))
         for override in (one for one in parsed if not is_group(one)):
             OmegaConf.update(tree, override.key_or_group, override.value())
     except OmegaConfBaseException as error:
@@ -88,8 +88,8 @@ def fill(schema: type[T], overrides: Sequence[str]) -> T:
     return to_schema(tree, schema)
 
 
-def _load_choice(group: str, choice: str) -> Any:
-    """Return what a group's file has; raises ConfigError for a file of the user's that is none."""
+def load_choice(group: str, choice: str) -> Any:
+    """Return what a group's file has, unchecked; raises ConfigError for a file of the user's that is none."""
     if not choice.endswith(".yaml"):
         return OmegaConf.load(FOLDER / group / f"{choice}.yaml")
     path = Path(choice).expanduser()

@@ -11,6 +11,7 @@ from configs.compose import flatten_yaml, is_group, parse_setting, to_yaml
 from configs.sweep import Composer, Sweep, folder_names, parse_sweep, read_lines, short_keys, sweeps, value_at
 from contract.errors import ConfigError
 from contract.sweep import SweepFolder
+from slurm.recipe import with_recipe
 from slurm.settings import SubmitConfig, load_submit, says_where
 from slurm.sweeps.tasks import PlannedTask, SweepPlan
 from train.config import TrainConfig, finish
@@ -57,7 +58,7 @@ def make_plan(request: Request) -> tuple[SweepPlan, SubmitConfig]:
     base = composer.compose()
     with suppress(ConfigError):  # what it lacks its tasks may have: only the paths matter here
         finish(base)
-    settings = load_submit(where)
+    settings = load_submit(_with_recipes(where, sweep))
     tasks = _tasks(sweep, swept_before, folder, composer, settings)
     given: dict[str, Any] = flatten_yaml(to_yaml(base)) | composer.choices()
     line = shlex.join(
@@ -68,6 +69,15 @@ def make_plan(request: Request) -> tuple[SweepPlan, SubmitConfig]:
 
 def _top(text: str) -> str:
     return text.partition("=")[0].partition(".")[0]
+
+
+def _with_recipes(where: list[str], sweep: Sweep) -> list[str]:
+    """Return `where` with what the tasks' recipe says of the job; raises ConfigError if their recipes differ there."""
+    found = {tuple(with_recipe(where, [*sweep.base, *one])) for one in sweep.combinations}
+    if len(found) > 1:
+        names = " and ".join(sorted(one[0] if len(one) > len(where) else "no job" for one in found))
+        raise ConfigError(f"the recipes of the tasks come with {names}: give job=NAME, one for all of them")
+    return list(found.pop())
 
 
 def _lines(file: Path | None) -> list[str]:
@@ -100,7 +110,7 @@ def _folder(request: Request, sweep: Sweep) -> SweepFolder:
     if name is None:
         is_named = any(text.startswith(("run.name=", "recipe=")) for text in sweep.base)
         # The default name is the model's, which is not one model here.
-        name = keys if "model" in sweep.keys and not is_named else f"{run.name}-{keys}"
+        name = keys if {"model", "recipe"} & set(sweep.keys) and not is_named else f"{run.name}-{keys}"
     if not name or "/" in name or name.startswith((".", "-")):
         raise ConfigError(f"--name {name!r}: give a name without / that does not start with a dot or a dash")
     return SweepFolder(Path(run.root).expanduser().absolute() / name)

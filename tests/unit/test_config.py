@@ -13,6 +13,7 @@ from contract.exit_codes import ExitCode
 from train.config import TrainConfig, load_config, read_config
 
 KEYS = [path for path in field_paths(TrainConfig) if "." in path]
+DATA = "data.prefix=data/tokens"
 
 
 @pytest.mark.parametrize(
@@ -105,9 +106,9 @@ def test_every_choice_fills_its_section(group: str) -> None:
 
 @pytest.mark.parametrize("recipe", choices("recipe"))
 def test_a_recipe_sets_what_belongs_together_and_leaves_the_last_word_to_the_user(recipe: str) -> None:
-    assert load_config([f"recipe={recipe}"]) != load_config([])
-    config = load_config([f"recipe={recipe}", "model=llama_25m", "optim.lr=5"])
-    assert (config.model.name, config.optim.lr) == ("llama_25m", 5)
+    assert load_config([f"recipe={recipe}", DATA]) != load_config([DATA])
+    config = load_config([f"recipe={recipe}", DATA, "model=deepseek_7b", "optim.lr=5"])
+    assert (config.model.name, config.optim.lr) == ("deepseek_7b", 5)
 
 
 def test_defaults_stand_in_one_place() -> None:

@@ -38,7 +38,7 @@ def test_the_example_means_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["gradient_accumulation_steps", "parallel.gradient_accumulation_steps"])
 @pytest.mark.parametrize("recipe", [None, *choices("recipe")])
 def test_accumulation_sets_the_global_batch_unless_that_is_given(key: str, recipe: str | None) -> None:
-    base = [] if recipe is None else [f"recipe={recipe}"]
+    base = [] if recipe is None else [f"recipe={recipe}", "data.prefix=data/tokens"]
     assert load_config([*base, f"{key}=4"]).loop.global_batch_size is None
     assert load_config([*base, f"{key}=4", "loop.global_batch_size=64"]).loop.global_batch_size == 64
     assert load_config([*base, f"{key}=null"]) == load_config(base)
