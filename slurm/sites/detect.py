@@ -15,9 +15,7 @@ from slurm.client import ask
 LAB_VARIABLE = "TRIERARCH_LAB"
 # The lab's ClusterName, which no site has.
 LAB_CLUSTER = "trierarch_lab"
-_NOT_CONFIGURED = re.compile(
-    "Could not establish a configuration source|Unable to process configuration file"
-)
+NOT_CONFIGURED = re.compile("Could not establish a configuration source|Unable to process configuration file")
 
 
 def detect(hostname: str, environ: Mapping[str, str]) -> str:
@@ -93,7 +91,7 @@ def _cluster_name(environ: Mapping[str, str]) -> str | None:
     match = re.search(r"^ClusterName\s*=\s*(\S+)", answer.output, re.MULTILINE)
     if answer.code == 0 and match:
         return match[1]
-    if _NOT_CONFIGURED.search(answer.error):
+    if NOT_CONFIGURED.search(answer.error):
         return None
     raise ConfigError("Slurm does not answer: try again, or give cluster=local to train on this machine")
 
