@@ -21,6 +21,7 @@ VERDICT = "verdict.json"
 REPORT = "report.txt"
 BROKEN = "BROKEN"
 BROKEN_CODE = 2
+_LAST_BYTES = 65_536
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,29 @@ class NetworkVerdict:
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is no verdict of a network test ({error})") from error
+
+
+def cannot_write(folder: Path | str, error: OSError) -> str:
+    """Say that a file of a test could not be written, and what to do."""
+    why = error.strerror or str(error)
+    return f"{folder} cannot be written ({why}): free some space there, or give a folder that can be written"
+
+
+def logs_of(run_logs: Path, job: str = "*", rank: int | str = "*") -> str:
+    """Return the name of a rank's log of a network test, or a pattern of several."""
+    return str(run_logs / f"{job}.network.{rank}.log")
+
+
+def last_words(log: Path, start: int = 0) -> str:
+    """Return the sentence with which a rank has left, from the byte `start` of its log on; empty if it said none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, 2) - _LAST_BYTES))
+            text = "\n" + file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    _, found, rest = text.rpartition("\ntrierarch: ")
+    return rest.partition("\n")[0].strip() if found and "\nTraceback (" not in rest else ""
 
 
 def blamed(folder: Path) -> dict[str, str]:

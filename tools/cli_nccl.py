@@ -59,7 +59,12 @@ def analyse(
     found = gather(files, operation)
     earlier = None if baseline is None else read_measurement(baseline, operation)
     measurement = found.measurement
-    if found.has_figures:
+    if found.is_test and measurement.ranks < 2 and not found.has_figures:
+        raise ConfigError(
+            f"{', '.join(map(str, files))}: nothing was measured, and between fewer than two ranks there is nothing "
+            "to measure: give a test of two ranks or more"
+        )
+    if found.is_test:
         findings, advice = conclude(measurement, baseline=earlier, topology=topology)
     elif baseline is not None or topology is not None:
         option = "--topology" if baseline is None else "--baseline"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from contract.errors import ConfigError, UserError
-from contract.network_test import BROKEN, BROKEN_CODE, REPORT, VERDICT, NetworkVerdict
+from contract.network_test import BROKEN, BROKEN_CODE, REPORT, VERDICT, NetworkVerdict, last_words, logs_of
 
 if TYPE_CHECKING:
     from contract.run_folder import RunFolder
@@ -110,7 +110,7 @@ def show(run: "RunFolder") -> int:
     """Print the report of a run's network test; return its exit code. Raises UserError if there is none yet."""
     if not (run.nccl / VERDICT).exists() and run.failed.exists():
         # A full disk leaves it empty.
-        reason = run.failed.read_text().strip() or f"the network test did not end: see {run.logs}"
+        reason = run.failed.read_text().strip() or f"the network test did not end: {_words(run)}"
         print(f"trierarch: {BROKEN}: {reason}", file=sys.stderr)
         return BROKEN_CODE
     try:
@@ -121,6 +121,17 @@ def show(run: "RunFolder") -> int:
     print(text, end="")
     print(f"\nfiles: {run.nccl}")
     return verdict.exit_code
+
+
+def _words(run: "RunFolder") -> str:
+    """Return why a test has ended, as its newest event or else a rank's log says it, else where to look."""
+    from contract.run_folder import Event
+
+    tested = [one for one in run.read_events() if one.get("event") == Event.NETWORK_TESTED]
+    told = [str(one.get("reason") or "") for one in tested[-1:]]
+    pattern = Path(logs_of(run.logs))
+    logs = sorted(pattern.parent.glob(pattern.name), key=lambda log: log.stat().st_mtime, reverse=True)
+    return next(filter(None, [*told, *map(last_words, logs)]), f"see {run.logs}")
 
 
 def _wait(run: "RunFolder") -> None:

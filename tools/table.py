@@ -28,7 +28,18 @@ def render(statuses: Sequence[RunStatus], width: int | None = None, tasks: bool 
     if not statuses:
         return "no runs\n"
     rows = [_row(one) for one in ordered(statuses)] if tasks else list(_with_sweeps(statuses))
-    return table(_HEAD, rows, _RIGHT, width)
+    text = table(_HEAD, rows, _RIGHT, width)
+    # Of many runs only what they do; of one all that is known.
+    is_one = len(statuses) == 1 and (tasks or statuses[0].sweep is None)
+    return text + _network(statuses[0], width) if is_one else text
+
+
+def _network(one: RunStatus, width: int | None) -> str:
+    if not one.network:
+        return ""
+    text = f"network: {_plain(one.network)}"
+    lines = [text] if width is None else textwrap.wrap(text, width, subsequent_indent=" " * _INDENT)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def ordered(statuses: Iterable[RunStatus]) -> list[RunStatus]:
@@ -157,6 +168,7 @@ def _object(one: RunStatus) -> dict[str, Any]:
         "age_s": one.age_s,
         "restarts": one.restarts,
         "bad_nodes": list(one.bad_nodes),
+        "network": one.network,
     }
 
 

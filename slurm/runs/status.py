@@ -85,6 +85,8 @@ class RunStatus:
     """Nodes that failed since it was submitted."""
     sweep: str | None = None
     """The folder of the sweep that it is a task of."""
+    network: str = ""
+    """What the newest test of its network has found, and where the report is; empty where none was made."""
 
 
 def status(root: Path, now: float | None = None) -> list[RunStatus]:
@@ -124,7 +126,23 @@ def _status(story: Story, answers: Mapping[Job, JobState | None]) -> RunStatus:
         restarts=story.restarts,
         bad_nodes=tuple(bad_nodes),
         sweep=story.found.sweep,
+        network=_network(story, reason),
     )
+
+
+def _network(story: Story, reason: str) -> str:
+    """Say what the newest network test has found; not again what the run's own `reason` says of it."""
+    tested = story.network
+    if not tested:
+        return ""
+    found = str(tested.get("reason") or "")
+    found = "" if found in reason else found
+    verdict = tested.get("verdict")
+    if verdict is None:
+        return _joined("tested without a verdict", found, ": ")
+    bad = ", ".join(map(str, tested.get("exclude") or []))
+    told = _joined(_joined(str(verdict), found, ": "), f"nodes to leave out: {bad}" if bad else "")
+    return f"{told}; report in {story.run.nccl}"
 
 
 def _trouble(story: Story, bad_nodes: Mapping[str, str]) -> str:
@@ -200,7 +218,9 @@ def _by_marker(story: Story) -> tuple[RunState, str] | None:
         return RunState.finished, ""
     if "FAILED" in story.found.entries:
         try:
-            return RunState.failed, story.run.failed.read_text(errors="replace").strip()
+            told = story.run.failed.read_text(errors="replace").strip()
+            # A full disk leaves the marker empty.
+            return RunState.failed, told or str(story.newest(Event.FAILED).get("reason") or "")
         except OSError:  # removed by a new start just now
             return None
     return None

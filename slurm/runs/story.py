@@ -21,6 +21,7 @@ _METRICS_BYTES = 2_048
 # After the line `loop:`, in its section.
 _STEPS = re.compile(rb"(?:[ ].*\n)*?[ ]+steps: (\d+)$", re.MULTILINE)
 _SUBMITTED = b'"event": "submitted"'
+_TESTED = b'"event": "network_tested"'
 _TELLING = frozenset(
     {Event.STARTED, Event.RESUMED, Event.SAVED, Event.STOP_REQUESTED, Event.STOPPED, Event.REQUEUED}
     | {Event.RESTARTED, Event.FINISHED, Event.FAILED}
@@ -41,6 +42,8 @@ class Story:
     """Time since the last sign of life."""
     restarts: int
     """How often it was restarted or requeued since its submission."""
+    network: dict[str, Any] = field(default_factory=dict)
+    """The newest event of a network test since its submission, empty where there was none."""
     _told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -112,7 +115,8 @@ def read_story(found: Found, now: float) -> Story:
     if "metrics.jsonl" in found.entries:
         with suppress(OSError):
             newest = max(newest, os.stat(f"{found.path}/metrics.jsonl").st_mtime)  # noqa: PTH116
-    return Story(run, found, events, job, over, max(0.0, now - newest) if newest else None, restarts)
+    age_s = max(0.0, now - newest) if newest else None
+    return Story(run, found, events, job, over, age_s, restarts, _object(_last_line_with(_TESTED, data)))
 
 
 def read_figures(found: Found) -> Figures:
@@ -155,6 +159,14 @@ def _lines_with_a_job(data: bytes) -> Iterator[bytes]:
     while (at := data.find(b'"job_id"', at + 1)) >= 0:
         end = data.find(b"\n", at)
         yield data[data.rfind(b"\n", 0, at) + 1 : end if end >= 0 else None]
+
+
+def _last_line_with(text: bytes, data: bytes) -> bytes:
+    at = data.rfind(text)
+    if at < 0:
+        return b""
+    end = data.find(b"\n", at)
+    return data[data.rfind(b"\n", 0, at) + 1 : end if end >= 0 else None]
 
 
 def _heartbeats(found: Found) -> Iterator[float]:

@@ -10,10 +10,21 @@ from pathlib import Path
 
 from contract.agent import Task
 from contract.errors import UserError
-from contract.network_test import PROGRAM, SPEC, TOPOLOGY, VERDICT, NetworkVerdict, blamed
+from contract.exit_codes import ExitCode
+from contract.network_test import (
+    PROGRAM,
+    SPEC,
+    TOPOLOGY,
+    VERDICT,
+    NetworkVerdict,
+    blamed,
+    cannot_write,
+    last_words,
+    logs_of,
+)
 from contract.run_folder import Event
 from slurm.client import ask
-from slurm.supervise.attempt import Attempt, Ranks
+from slurm.supervise.attempt import Attempt, Outcome, Ranks
 from slurm.supervise.fleet import Fleet
 from slurm.supervise.nodes import Node
 from slurm.supervise.requeue import note
@@ -23,6 +34,7 @@ TRIES = 4
 """Each without the nodes that the one before got no answer from."""
 LEAVE_S = 300.0
 """What ranks may take beyond their time to meet, and to write the report."""
+_TRIAL_BYTES = 65_536
 LEAST_S = 5.0
 """Less is no time to measure anything in."""
 
@@ -67,7 +79,7 @@ class NetworkRanks:
         return Ranks(
             task=Task.PROGRAM,
             config=str(run.config),
-            log=str(run.logs / f"{self.begin.job}.network.{{rank}}.log"),
+            log=logs_of(run.logs, self.begin.job, "{rank}"),
             per_node=self.per_node,
             cpus={},
             master_suffix=self.master_suffix,
@@ -101,7 +113,8 @@ class NetworkTest:
             try:
                 self._prepare(left, silent, remaining_s, again=number > 1)
             except OSError as error:
-                return Tested(None, silent, f"{folder} cannot be written ({error.strerror})")
+                return Tested(None, silent, cannot_write(folder, error))
+            before = {log: log.stat().st_size for log in self._logs()}
             attempt = Attempt(self._fleet, left, self._ranks.ranks(), self._begin, f"network{number}")
             outcome = attempt.run(should_stop, limit_s=remaining_s + LEAVE_S)
             if outcome.failure is None and outcome.codes <= {0}:
@@ -111,6 +124,10 @@ class NetworkTest:
             reason = (
                 outcome.failure.reason if outcome.failure else f"its ranks ended with {sorted(outcome.codes)}"
             )
+            words = self._last_words(outcome, before)
+            if words:
+                # Another try would end of the same.
+                return Tested(None, silent, f"{reason}: {words}")
             found = blamed(folder)
             guilty = outcome.failure.node if outcome.failure is not None else None
             if not found and guilty is not None and (guilty.bad is not None or not guilty.ready):
@@ -118,8 +135,29 @@ class NetworkTest:
             # Without a culprit the ranks leave out what they hung in.
             silent |= {name: why for name, why in found.items() if name in {node.name for node in left}}
             left = [node for node in left if node.ready and node.name not in silent]
-        logs = f"; see {self._begin.run.logs}/{self._begin.job}.network.*.log" if reason else ""
+        logs = f"; see {logs_of(self._begin.run.logs, self._begin.job)}" if reason else ""
         return Tested(None, silent, f"{reason or 'there was no time for it'}{logs}")
+
+    def _logs(self) -> list[Path]:
+        """What there is of the ranks' logs."""
+        pattern = Path(logs_of(self._begin.run.logs, self._begin.job))
+        return sorted(pattern.parent.glob(pattern.name))
+
+    def _last_words(self, outcome: Outcome, before: Mapping[Path, int]) -> str:
+        """Return what the rank that failed by itself has said of it; `before`: how long the logs were then."""
+        failure = outcome.failure
+        if failure is not None and (
+            failure.rank is None or failure.code < 0 or failure.code == ExitCode.PEER_FAILED
+        ):
+            return ""
+        logs = self._logs()
+        if failure is not None:
+            logs = [Path(logs_of(self._begin.run.logs, self._begin.job, str(failure.rank)))]
+        for log in logs:
+            if words := last_words(log, before.get(log, 0)):
+                return words
+        # The log may lie on the disk that is full.
+        return why_not_written(self._begin.run.nccl)
 
     def _prepare(
         self, nodes: Sequence[Node], silent: dict[str, str], remaining_s: float, again: bool
@@ -140,6 +178,19 @@ class NetworkTest:
             return Tested(NetworkVerdict.load(self._begin.run.nccl / VERDICT), silent)
         except UserError as error:
             return Tested(None, silent, str(error))
+
+
+def why_not_written(folder: Path) -> str:
+    """Return a sentence if nothing can be written into a folder."""
+    trial = folder / ".trial"
+    try:
+        try:
+            trial.write_bytes(b"x" * _TRIAL_BYTES)
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        return cannot_write(folder, error)
+    return ""
 
 
 def _write_topology(file: Path) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 from harness.command import Trierarch
+from typer.testing import CliRunner
 
+from contract.errors import UserError
 from contract.exit_codes import ExitCode
+from tools.cli_nccl import app
 from tools.nccl.measurement import Exchange, Exchanges, Measurement
 
 pytestmark = [pytest.mark.req("C10"), pytest.mark.slow]
@@ -75,6 +78,43 @@ def test_a_test_that_shows_nothing_is_no_pass(trierarch: Trierarch, tmp_path: Pa
     (tmp_path / "zero.txt").write_text(text.replace("128.31", "0"))
     done = trierarch("nccl", "analyse", "zero.txt")
     assert done.returncode == 2 and "average bus bandwidth is 0, which is a failure" in done.stdout
+
+
+NOTHING = float("nan")
+EMPTY = {
+    "no exchanges": Measurement(["a", "b"], 4, "nccl"),
+    "one node": Measurement(["a"], 4, "nccl"),
+    "no figures": Measurement(
+        ["a", "b"], 1, "nccl", Exchanges.of([Exchange(0, 1, NOTHING, NOTHING, NOTHING)] * 3)
+    ),
+    "one rank": Measurement(["a"], 1, "nccl"),
+    "no nodes": Measurement([], 4, "nccl"),
+    "with itself": Measurement(["a", "b"], 1, "nccl", Exchanges.of([Exchange(0, 0, 1e-6, 1e9, 1e9)])),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_a_measurement_of_nothing_is_no_pass(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    EMPTY[kind].save(Path("empty.npz"))
+    words = ["analyse", "empty.npz", "--out", "report"]
+    if kind in ("one rank", "no nodes", "with itself"):
+        result = CliRunner().invoke(app, words)
+        assert isinstance(result.exception, UserError) and result.exception.exit_code == ExitCode.CONFIG
+        assert str(result.exception).startswith("empty.npz") and not Path("report").exists()
+        return
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and result.stdout.startswith("BROKEN: nothing was measured on ")
+    assert json.loads(Path("report/verdict.json").read_text())["exit_code"] == 2
+    # With a log beside it too, and as something to compare with it is an error.
+    assert CliRunner().invoke(app, ["analyse", "empty.npz", file("nccl_topo.xml")]).exit_code == 2
+    measurement().save(Path("good.npz"))
+    result = CliRunner().invoke(app, ["analyse", "good.npz", "--baseline", "empty.npz"])
+    assert isinstance(result.exception, UserError) and "has no figures to compare with" in str(
+        result.exception
+    )
 
 
 @pytest.mark.parametrize(

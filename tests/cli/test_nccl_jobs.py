@@ -52,6 +52,13 @@ def test_a_report_that_is_not_there_yet_and_one_that_never_comes(
     run.failed.write_text("")
     done = trierarch("nccl", "report", "first")
     assert done.returncode == 2 and "BROKEN: the network test did not end: see runs/first/logs" in done.stderr
+    # A full disk leaves the marker empty: then what a rank has said counts, or the event.
+    (run.logs / "1.network.0.log").write_text("trierarch: the disk is full\n")
+    done = trierarch("nccl", "report", "first")
+    assert done.returncode == 2 and "did not end: the disk is full\n" in done.stderr
+    run.append_event(Event.NETWORK_TESTED, verdict=None, reason="rank 0 on a cannot write")
+    done = trierarch("nccl", "report", "first")
+    assert done.returncode == 2 and "did not end: rank 0 on a cannot write\n" in done.stderr
 
 
 @pytest.mark.req("C10", "D6")

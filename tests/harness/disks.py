@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,14 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, timeout=30)
     with mounted(folder, "-o", "loop", str(image)):
         yield folder
+
+
+def fill(folder: Path) -> None:
+    """Leave not a byte free on the disk at `folder`."""
+    for size in (1 << 20, 1 << 12):
+        with suppress(OSError), (folder / f"fill{size}").open("wb", buffering=0) as file:
+            while file.write(b"x" * size):
+                os.fsync(file.fileno())
 
 
 def lose(folder: Path, path: Path, begin: int, end: int) -> None:

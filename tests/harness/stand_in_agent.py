@@ -8,7 +8,7 @@ Its ranks count steps and save them as empty folders. FOLDER/plan.json says how 
     nodes: for a node's name problems, unreachable, broken (how many of its starts fail), mute (it never answers),
            slow (which of its starts takes 3 s), time_s (how wrong its clock is), cpus
     network: for each try of a network test the verdict that rank 0 writes; or `code` with which ranks leave, and
-             `silent`, the nodes that do not answer
+             `silent`, the nodes that do not answer; `says`, what each rank writes into its log before
 
 What the ranks were told is appended to FOLDER/told.jsonl.
 """
@@ -161,6 +161,9 @@ class StandIn:
         spec = json.loads(Path(message["arguments"][0]).read_text())
         if self.node in plan.get("silent", []):
             signal.pause()
+        if "says" in plan:
+            with Path(message["log"].replace("{rank}", str(rank))).open("a") as log:
+                log.write(plan["says"])
         if "code" in plan:
             if "silent" in plan:
                 note = {"what": "round 3", "reason": "no answer", "silent_nodes": plan["silent"]}

@@ -310,6 +310,29 @@ def test_a_restart_does_not_try_again_what_hung_though_all_lived(tmp_path: Path)
 
 
 @pytest.mark.req("C10")
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    from harness.command import wait_until
+    from harness.disks import fill, small_disk
+    from harness.measuring import Ranks
+
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        folder, log = disk / "nccl", tmp_path / "output"
+        folder.mkdir()
+        (folder / "output").symlink_to(log)
+        ranks = Ranks(spec_for(folder, 2, budget_s=1.0, operations=["all_reduce"]), 2)
+        wait_until("the start", lambda: (folder / "progress.json").exists())
+        fill(disk)
+        assert ranks.wait_for(0, BOUND_S) == 1
+        ranks.kill()
+        assert not list(folder.glob(".measurement*")), log.read_text()
+    said = [line for line in log.read_text().splitlines() if "cannot be written" in line]
+    assert said == [
+        f"trierarch: {folder} cannot be written (No space left on device): free some space there, or give "
+        "a folder that can be written"
+    ]
+
+
+@pytest.mark.req("C10")
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     from harness.measuring import Ranks
 

@@ -1,6 +1,8 @@
 """The analysis: what it blames, what it leaves in peace, what it compares, and what it does with little."""
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tools.nccl.analyse.groups import differ, find_groups
 from tools.nccl.analyse.robust import by_group, row_medians, runs, sigma
 from tools.nccl.analyse.rows import Table, low_rows
 from tools.nccl.busbw import busbw
-from tools.nccl.findings import Findings, Part, Symptom, Verdict
+from tools.nccl.findings import Fault, Findings, Part, Symptom, Verdict
 from tools.nccl.measurement import Collective, Exchange, Exchanges, Measurement
 from tools.nccl.simulate.cases import KINDS, make_case
 from tools.nccl.simulate.fabric import Fabric, fat_tree, rails
@@ -24,6 +26,10 @@ pytestmark = pytest.mark.req("C10")
 
 TREE = fat_tree(16, 4, 4, "switch", 4)
 SMALL = (8, 12, 16, 27, 64)
+CLUMSY = re.compile(
+    r"\b(\w+) \1\b|\brail [^:]*\brail\b|\bgpu \S+ gpu\b|\b(?:its|all) 1 |GPUs: |node number|^rails|^machine",
+    re.IGNORECASE,
+)
 
 
 def seen(fabric: Fabric, *planted: Planted, seed: int = 1, **options: object) -> Findings:
@@ -232,7 +238,7 @@ def test_a_rail_that_was_so_before_is_no_fault() -> None:
     rail = Planted("", Part.rail, Symptom.slow, (), 2, left=0.6)
     fabric = rails(8, 4, 4, "switch", 8)
     before, now = (Simulator(fabric, [rail], seed=seed).measure() for seed in (1, 2))
-    assert [one.name for one in analyse.run(now).faults] == ["rail rail 2"]
+    assert [one.name for one in analyse.run(now).faults] == ["rail 2"]
     findings = analyse.run(now, baseline=before)
     assert findings.faults == () and any("as it was in the baseline" in note for note in findings.notes)
     healthy = Simulator(fabric, seed=3).measure()
@@ -365,6 +371,46 @@ def test_robust_statistics() -> None:
     table = np.array([[3.0, 1.0, np.nan], [np.nan, np.nan, np.nan], [5.0, 1.0, 2.0]])
     assert np.array_equal(row_medians(table), [2.0, np.nan, 2.0], equal_nan=True)
     assert runs(np.array([0, 1, 4, 6, 7])) == [(0, 1), (4,), (6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("part", "more", "name"),
+    [
+        (Part.node, {"nodes": ("n3",)}, "node n3"),
+        (Part.nic, {"nodes": ("n3",), "rail": 2}, "nic n3 rail 2"),
+        (Part.nic, {"nodes": ("n3",), "rail": 2, "gpus": (2, 3)}, "nic n3 of GPUs 2, 3"),
+        (Part.rail, {"rail": 0}, "rail 0"),
+        (Part.rail, {"rail": 0, "gpus": (0, 1)}, "rail of GPUs 0, 1"),
+        (Part.link, {"nodes": ("n1", "n4")}, "link n1 - n4"),
+        (Part.link, {"nodes": ("n1", "n4"), "rail": 1}, "link n1 - n4 rail 1"),
+        (Part.gpu, {"nodes": ("n3",), "gpus": (5,)}, "GPU 5 of n3"),
+        (Part.nvlink, {"nodes": ("n3",), "gpus": (0, 1)}, "nvlink n3 GPU 0 - 1"),
+        (Part.switch, {"nodes": ("a", "b", "c", "d")}, "switch of a, b, c and 1 more"),
+        (Part.machine, {}, "the machine"),
+    ],
+)
+def test_a_part_has_a_name_that_reads_well(part: Part, more: dict[str, Any], name: str) -> None:
+    fault = Fault(part, Symptom.slow, **{"nodes": (), "evidence": "", **more})
+    assert fault.name == name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reports_of_faults_have_no_word_twice(kind: str) -> None:
+    """Nor a part that is called twice, "its 1 pairs", or a node by its number where it has a name."""
+    case = make_case(3, kind, (8, 12, 16, 24))
+    measured = Simulator(case.fabric, case.planted, seed=case.seed).measure(seed=case.seed)
+    findings = analyse.run(measured)
+    assert findings.faults
+    texts = [f"{one.name} {one.symptom}: {one.evidence}" for one in findings.faults]
+    for text in [*texts, *findings.notes, *measured.unmeasured]:
+        assert not CLUMSY.search(text), text
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 8])
+def test_an_empty_measurement_is_no_pass(ranks: int) -> None:
+    nodes = [f"n{number}" for number in range(ranks // 2)]
+    findings = analyse.run(Measurement(nodes, 2, "nccl"))
+    assert findings.verdict is Verdict.broken and "nothing was measured" in findings.faults[0].evidence
 
 
 def test_exchanges_without_a_figure_are_no_pass() -> None:

@@ -1,6 +1,7 @@
 """The report: what it says of a machine, and that each of its files does what it is for."""
 
 import base64
+import inspect
 import io
 import json
 import re
@@ -29,6 +30,7 @@ from tools.nccl.measurement import Collective, Exchange, Exchanges, Measurement
 from tools.nccl.parsers import log, topo_xml
 from tools.nccl.parsers.remark import Remark
 from tools.nccl.report import matrices, png
+from tools.nccl.report import settings as report_settings
 from tools.nccl.report.content import Content, range_of_sizes, size, speed
 from tools.nccl.report.hostlist import compress
 from tools.nccl.report.settings import Evidence, Setting, apply, cluster_yaml, suggest
@@ -435,3 +437,15 @@ def test_without_figures_no_health_is_claimed() -> None:
     )
     content = report.contents(nothing, Findings(Verdict.ok, (), (), ()), Advice())
     assert content.summary == "nothing was measured on 2 nodes of 1 process (gloo)"
+
+
+def test_the_document_names_the_settings_that_are_never_proposed() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "network.md").read_text()
+    never = text.partition("## Settings that are never proposed")[2].partition("\n## ")[0]
+    source = inspect.getsource(report_settings)
+    for name in re.findall(r"^- `(NCCL_\w+)`", never, re.MULTILINE):
+        assert name not in source, name
+    assert {"NCCL_CROSS_NIC", "NCCL_ALGO"} == set(re.findall(r"^- `(NCCL_\w+)`", never, re.MULTILINE))
+    # And what is proposed is named there too.
+    for name in re.findall(r'Setting\("(NCCL_\w+)"', source):
+        assert name in never, name

@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.disks import fill, mounted, small_disk
 from harness.programs import write_program
 from harness.supervised import World
 
 from contract.errors import ConfigError, UserError
-from contract.network_test import SPEC, NetworkVerdict, blamed
+from contract.network_test import SPEC, NetworkVerdict, blamed, last_words
 from contract.run_folder import Event, RunFolder
 from slurm.render import render
 from slurm.settings import load_submit
 from slurm.supervise.health import Wishes
+from slurm.supervise.network import why_not_written
 from slurm.supervise.nodes import Node, arranged, place_tasks
 
 pytestmark = pytest.mark.slow
@@ -116,6 +118,55 @@ def test_a_test_that_fails_keeps_nobody_from_training(world: World) -> None:
     assert world.supervise(network_test_s=60) == 0
     assert world.starts_on(0) == ["a", "b"]
     assert outcome(world)["verdict"] is None and "ended with code 1" in outcome(world)["reason"]
+
+
+@pytest.mark.req("C10")
+@pytest.mark.parametrize("code", [1, 78])
+def test_what_a_rank_says_of_its_end_is_passed_on_and_not_tried_again(world: World, code: int) -> None:
+    world.plan["network"] = [
+        {"code": code, "says": "warning\ntrierarch: the disk is full: free some space\n"},
+        OK,
+    ]
+    assert world.supervise(network_test_s=60) == 0
+    assert world.starts_on(0) == ["a", "b"]
+    assert outcome(world)["verdict"] is None and outcome(world)["exclude"] == []
+    assert outcome(world)["reason"].endswith(": the disk is full: free some space")
+    assert f"code {code}: " in outcome(world)["reason"] or f"[{code}]: " in outcome(world)["reason"]
+
+
+def test_what_was_said_in_an_earlier_try_is_not_taken_for_todays(world: World) -> None:
+    log = world.run.logs / "42.network.0.log"
+    log.write_text("trierarch: the disk is full: free some space\n")
+    world.plan["network"] = [{"code": 1, "says": "oh\n"}, OK]
+    assert world.supervise(network_test_s=60) == 0
+    assert outcome(world)["verdict"] == "OK"
+
+
+def test_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_words(log) == ""
+    log.write_text("trierarch: rank 3 cannot be bound\nhello\n")
+    end = log.stat().st_size
+    assert last_words(log) == "rank 3 cannot be bound" and last_words(log, end) == ""
+    with log.open("a") as file:
+        file.write("x" * 200_000 + "\ntrierarch: first\ntrierarch: last one\nwarning\n")
+    assert last_words(log) == last_words(log, end) == "last one"
+    with log.open("a") as file:
+        file.write("Traceback (most recent call last):\n  boom\n")
+    assert last_words(log) == ""
+
+
+@pytest.mark.req("C10")
+def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        assert why_not_written(disk) == "" and not (disk / ".trial").exists()
+        fill(disk)
+        assert why_not_written(disk).startswith(
+            f"{disk} cannot be written (No space left on device): free some"
+        )
+    with mounted(tmp_path / "fixed", "-t", "tmpfs", "-o", "ro", "tmpfs") as folder:
+        assert "(Read-only file system)" in why_not_written(folder)
+    assert "(No such file or directory)" in why_not_written(tmp_path / "none")
 
 
 def test_the_network_is_tested_once_in_a_job(world: World) -> None:

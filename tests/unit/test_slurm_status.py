@@ -14,7 +14,7 @@ from contract.run_folder import Event, RunFolder, append_json_line
 from slurm.client import job_states
 from slurm.runs.find import find_runs
 from slurm.runs.status import RunState, RunStatus, status
-from tools.table import render
+from tools.table import as_json, render
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 SILENT = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -143,6 +143,50 @@ def test_what_a_run_has_got_over_is_told(run: RunFolder, commands: Path) -> None
     assert (one.state, one.restarts, one.bad_nodes, one.left_s) == (RunState.running, 2, ("n4",), 15.0)
     assert one.reason == "restarted after rank 1, node n2: out of luck; bad nodes: n4 (lost)"
     assert "came back 2 times; restarted after" in render([one]) and "15 s" in render([one])
+
+
+def tested(run: RunFolder, verdict: str | None = "DEGRADED", reason: str = "nic n7 rail 1 is slow") -> None:
+    exclude = ["n7"] if verdict else []
+    run.append_event(
+        Event.NETWORK_TESTED, verdict=verdict, reason=reason, exclude=exclude, order=[], seconds=9.0
+    )
+
+
+@pytest.mark.req("C10")
+@pytest.mark.parametrize("after", [(), (Event.FINISHED,)])
+def test_what_a_test_of_the_network_has_found_is_told_of_one_run(
+    run: RunFolder, commands: Path, after: tuple[Event, ...]
+) -> None:
+    put(commands, "squeue", "echo '7|RUNNING|None'")
+    submitted(run, ON)
+    tested(run, "OK", "no fault was found")
+    tested(run)
+    for event in after:
+        run.append_event(event)
+    one = only(run.path)
+    line = f"network: DEGRADED: nic n7 rail 1 is slow; nodes to leave out: n7; report in {run.nccl}"
+    assert line in render([one]).splitlines() and f"network: {one.network}" == line
+    assert json.loads(as_json([one]))[0]["network"] == one.network
+    # Of many runs only what they do.
+    assert "network" not in render([one, one])
+    assert all(len(row) <= 60 for row in render([one], width=60).splitlines() if str(run.nccl) not in row)
+    # A new submission has not been tested yet.
+    submitted(run, ON)
+    assert only(run.path).network == "" and "network" not in render([only(run.path)])
+
+
+@pytest.mark.req("C10")
+def test_a_test_without_a_verdict_says_why_once(run: RunFolder, commands: Path) -> None:
+    put(commands, "squeue", "echo '7|RUNNING|None'")
+    submitted(run, ON)
+    tested(run, None, "rank 0 on a ended with code 1: the disk is full")
+    why = "tested without a verdict: rank 0 on a ended with code 1: the disk is full"
+    assert only(run.path).network == why
+    reason = "the network test did not end: rank 0 on a ended with code 1: the disk is full"
+    run.append_event(Event.FAILED, reason=reason, by="supervisor")
+    run.failed.touch()  # on a full disk the marker stays empty
+    one = only(run.path)
+    assert (one.state, one.reason, one.network) == (RunState.failed, reason, "tested without a verdict")
 
 
 def test_tasks_of_an_array_are_asked_for_by_their_array(tmp_path: Path, commands: Path) -> None:

@@ -39,15 +39,17 @@ def run(
     *,
     budget_s: float,
     seed: int = 0,
+    names: Sequence[str] | None = None,
     say: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Exchanges, list[str]]:
     """Measure within about `budget_s`: inside nodes, between them, then what is in doubt once more.
 
     All pairs of nodes when there is time for it, else a sampled plan. Returns the exchanges, and sentences that say
-    what was left out. say: told in a sentence what comes next; clock: seconds, the prober's own in a simulation.
+    what was left out. names: what the nodes are called there; say:
+    told in a sentence what comes next; clock: seconds, the prober's own in a simulation.
     """
-    work = _Campaign(nodes, gpus_per_node, prober, clock, clock() + budget_s, say or (lambda _: None))
+    work = _Campaign(nodes, gpus_per_node, prober, clock, clock() + budget_s, say or (lambda _: None), names)
     work.inside()
     work.between(seed)
     work.resolve(np.random.default_rng(seed))
@@ -65,12 +67,14 @@ class _Campaign:
         clock: Callable[[], float],
         end_s: float,
         say: Callable[[str], None],
+        names: Sequence[str] | None = None,
     ) -> None:
         self.nodes, self.gpus = nodes, gpus
         self.kept: list[Exchanges] = []
         self.left_out: list[str] = []
         self.silent: set[int] = set()
         self._prober, self._clock, self._end_s, self._say = prober, clock, end_s, say
+        self._names = names
         self._refused: dict[int, set[int]] = {}
         self._answered: set[int] = set()
 
@@ -195,8 +199,9 @@ class _Campaign:
             if node in self.silent or node in self._answered or len(others) < GIVE_UP:
                 continue
             self.silent.add(node)
+            name = f"number {node}" if self._names is None else self._names[node]
             self.left_out.append(
-                f"node number {node} did not answer {len(others)} others and was left out of the rest"
+                f"node {name} did not answer {len(others)} others and was left out of the rest"
             )
 
 

@@ -72,12 +72,23 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """What to call the part: `node n3`, `nic n3 rail 2`, `link n1 - n4`, `switch of n1, n2 and 30 more`."""
+        """What to call the part: `node n3`, `nic n3 rail 2`, `rail of GPUs 0, 1`, `link n1 - n4`, `GPU 5 of n3`,
+        `nvlink n3 GPU 0 - 1`, `switch of n1, n2 and 30 more`, `the machine`.
+        """
         few = ", ".join(self.nodes[:3]) + (f" and {len(self.nodes) - 3} more" if len(self.nodes) > 3 else "")
-        gpus = "".join(f" GPU {' - '.join(map(str, self.gpus))}" if self.gpus else "")
-        rail = "" if self.rail is None else f" rail {self.rail}"
+        if self.part is Part.machine:
+            return "the machine"
+        if self.part is Part.gpu:
+            return f"GPU {', '.join(map(str, self.gpus))} of {few}"
+        if self.part is Part.nvlink:
+            return f"nvlink {few} GPU {' - '.join(map(str, self.gpus))}"
+        # One adapter may serve the rails of several GPUs.
+        several = f"of GPUs {', '.join(map(str, self.gpus))}" if len(self.gpus) > 1 else ""
+        rail = several or ("" if self.rail is None else f"rail {self.rail}")
+        if self.part is Part.rail:
+            return f"rail {rail}" if several else rail
         where = " - ".join(self.nodes) if self.part is Part.link else few
-        return " ".join(f"{self.part} {'of ' if self.part is Part.switch else ''}{where}{gpus}{rail}".split())
+        return " ".join(f"{self.part} {'of ' if self.part is Part.switch else ''}{where} {rail}".split())
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,16 @@ In the job itself, where numpy and matplotlib are: the supervisor may be outside
 
 import os
 import re
-import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contract.errors import UserError
 from contract.exit_codes import ExitCode
-from contract.network_test import MEASUREMENT, TOPOLOGY
+from contract.network_test import MEASUREMENT, TOPOLOGY, cannot_write
 from contract.run_folder import RunFolder
 from tools.nccl.measure.__main__ import main as measure
+from tools.nccl.measure.__main__ import tell
 from tools.nccl.measure.spec import Spec
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ def main(arguments: list[str]) -> int:
     try:
         write_report(Spec.read(Path(arguments[0])))
     except UserError as error:
-        print(f"trierarch: {error}", file=sys.stderr)
+        tell(str(error))
         return error.exit_code
+    except OSError as error:
+        tell(cannot_write(Path(arguments[0]).parent, error))
+        return 1
     except Exception:
         traceback.print_exc()
         return 1

@@ -7,6 +7,7 @@ is the path that the r-th GPU of every node takes to the others.
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,11 @@ class Measurement:
         """All ranks."""
         return len(self.nodes) * self.gpus_per_node
 
+    @property
+    def has_figures(self) -> bool:
+        """Whether anything was measured: a bandwidth (0 of a pair without an answer too), or that a node is silent."""
+        return bool(np.isfinite(self.exchanges.bandwidth).any() or self.collectives or self.silent)
+
     def node_of(self, rank: int) -> int:
         """Index of a rank's node."""
         return rank // self.gpus_per_node
@@ -140,11 +146,17 @@ class Measurement:
         }
         columns = {one.name: getattr(self.exchanges, one.name) for one in fields(Exchanges)}
         fresh = path.with_name(f".{path.name}.new")
-        with fresh.open("wb") as file:
-            np.savez_compressed(file, header=np.array(json.dumps(text)), **columns)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
+        try:
+            with fresh.open("wb") as file:
+                np.savez_compressed(file, header=np.array(json.dumps(text)), **columns)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(path)
+        except BaseException:
+            # On a full disk it takes the room in which to say so.
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: Path) -> "Measurement":
@@ -179,6 +191,8 @@ class Measurement:
         ends = np.concatenate([rows.first, rows.second])
         if self.gpus_per_node < 1 or (len(ends) and not 0 <= ends.min() <= ends.max() < self.ranks):
             raise ValueError(f"it has other ranks than the {self.ranks} of its nodes")
+        if (rows.first == rows.second).any():
+            raise ValueError("a rank exchanges with itself")
         if any(one.nodes < 1 or one.ranks < 1 for one in self.collectives):
             raise ValueError("an operation had no ranks")
 

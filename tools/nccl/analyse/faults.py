@@ -16,6 +16,12 @@ from tools.nccl.measurement import Measurement
 VARIES = np.log(1.8)
 """A slow link whose tests differ by more (logarithm) works only sometimes."""
 
+_FAILED = {
+    Symptom.silent: "gave no answer",
+    Symptom.wrong: "gave wrong values",
+    Symptom.flaky: "worked only sometimes",
+}
+
 Names = list[str]
 
 
@@ -48,19 +54,31 @@ def _slow(found: Attribution, names: Names, gpus: int) -> tuple[list[Fault], lis
     speed, inner = found.speed, found.gpus
     faults, nics = _gpus(found, names, gpus)
     for one in inner.nodes:
-        faults.append(
-            _low(Part.node, one, names, "its GPUs reach each other with", "of what those of others do")
-        )
+        faults.append(_low(Part.node, one, names, "its GPUs exchange", "of what those of other nodes do"))
     faults += [
-        _low(Part.node, one, names, "it reaches others with", f"of the bandwidth that is usual ({usual})")
+        _low(
+            Part.node,
+            one,
+            names,
+            "its exchanges with others reach",
+            f"of the bandwidth that is usual ({usual})",
+        )
         for one in speed.nodes
     ]
     faults += [
-        _low(Part.nic, one, names, "this adapter reaches others with", f"of what is usual ({usual})")
+        _low(
+            Part.nic,
+            one,
+            names,
+            "exchanges over this adapter reach",
+            f"of the bandwidth that is usual ({usual})",
+        )
         for one in nics
     ]
     faults += [
-        _low(Part.switch, one, names, _shared(one), f"of what is usual ({usual})", excludes=False)
+        _low(
+            Part.switch, one, names, _shared(one), f"of the bandwidth that is usual ({usual})", excludes=False
+        )
         for one in speed.switches
     ]
     ends = "which of the two ends is at fault, two nodes alone cannot tell" if len(names) == 2 else ""
@@ -70,11 +88,25 @@ def _slow(found: Attribution, names: Names, gpus: int) -> tuple[list[Fault], lis
         if len(names) == 2:
             pair = Low((0, 1), one.rails, one.effect, one.deviations)
             faults.append(
-                _low(Part.link, pair, names, "this rail reaches", f"of the others; {ends}", excludes=False)
+                _low(
+                    Part.link,
+                    pair,
+                    names,
+                    "this rail reaches",
+                    f"of what the others do; {ends}",
+                    excludes=False,
+                )
             )
         else:
             faults.append(
-                _low(Part.rail, one, names, "all nodes reach", "of the other rails with it", excludes=False)
+                _low(
+                    Part.rail,
+                    one,
+                    names,
+                    "exchanges over it reach",
+                    "of what those over the other rails do",
+                    excludes=False,
+                )
             )
     links, notes = _links(found, names)
     nvlinks, more = _nvlinks(found, names, {(f.nodes, f.gpus) for f in faults})
@@ -96,9 +128,9 @@ def _gpus(found: Attribution, names: Names, gpus: int) -> tuple[list[Fault], lis
     for low in lows:
         outside = [one for one in nics if one.nodes == low.nodes and low.rails[0] in one.rails]
         nics = [one for one in nics if one not in outside or len(one.rails) > 1]
-        beyond = f", other nodes with {np.exp(outside[0].effect):.0%}" if outside else ""
+        beyond = f", those with other nodes {np.exp(outside[0].effect):.0%}" if outside else ""
         text = f"of what is usual between these GPUs{beyond}"
-        faults.append(_low(Part.gpu, low, names, "it reaches its peers in the node with", text))
+        faults.append(_low(Part.gpu, low, names, "its exchanges with the GPUs of its node reach", text))
     return faults, nics
 
 
@@ -116,10 +148,7 @@ def _links(found: Attribution, names: Names) -> tuple[list[Fault], list[str]]:
         )
         symptom = Symptom.flaky if varies else Symptom.slow
         faults.append(_low(Part.link, one, names, "it carries", text, symptom=symptom, excludes=False))
-    note = (
-        f"{doubtful} links looked slow in a single test and were not tested again: no fault is made of that"
-    )
-    return faults, [note] if doubtful else []
+    return faults, _doubtful(doubtful, "one link", "links")
 
 
 def _nvlinks(
@@ -133,25 +162,30 @@ def _nvlinks(
             doubtful += 1
             continue
         text = f"of what these two GPUs reach in other nodes, in {one.tests} tests"
-        faults.append(_low(Part.nvlink, one, names, "they reach each other with", text))
-    some = "one pair of GPUs" if doubtful == 1 else f"{doubtful} pairs of GPUs"
-    note = f"in a single test looked slow, and not tested again: {some}"
-    return faults, [note] if doubtful else []
+        faults.append(_low(Part.nvlink, one, names, "their exchange reaches", text))
+    return faults, _doubtful(doubtful, "one pair of GPUs in a node", "pairs of GPUs in nodes")
+
+
+def _doubtful(count: int, one: str, several: str) -> list[str]:
+    some = (
+        f"{one} looked slow in a single test and was"
+        if count == 1
+        else f"{count} {several} looked slow in a single test and were"
+    )
+    return [f"{some} not tested again: no fault is made of that"] if count else []
 
 
 def _late(found: Attribution, names: Names) -> tuple[list[Fault], list[str]]:
     late = found.late
     usual = float(np.exp(median(found.late_pairs.latency)))
     text = f"of the speed that is usual in small messages ({usual * 1e6:.1f} us)"
-    faults = [
-        _low(Part.node, one, names, "it answers with", text, symptom=Symptom.late) for one in late.nodes
-    ]
+    faults = [_low(Part.node, one, names, "it answers at", text, symptom=Symptom.late) for one in late.nodes]
     faults += [
         _low(Part.switch, one, names, _shared(one), text, symptom=Symptom.late, excludes=False)
         for one in late.switches
     ]
     faults += [
-        _low(Part.link, one, names, "it answers with", text, symptom=Symptom.late, excludes=False)
+        _low(Part.link, one, names, "it answers at", text, symptom=Symptom.late, excludes=False)
         for one in late.links
         if one.tests >= ENOUGH
     ]
@@ -160,8 +194,8 @@ def _late(found: Attribution, names: Names) -> tuple[list[Fault], list[str]]:
 
 def _shared(one: Low) -> str:
     if one.rails:
-        return f"the same rail of {len(one.nodes)} nodes reaches others with"
-    return f"{len(one.nodes)} nodes are well with each other, but reach all others with"
+        return f"over the same rail {len(one.nodes)} nodes reach others at"
+    return f"its {len(one.nodes)} nodes are well with each other, but reach all others at"
 
 
 def _low(
@@ -198,7 +232,7 @@ def _blamed(one: Blame, symptom: Symptom, names: Names, gpus: int) -> Fault:
         one.part,
         symptom,
         nodes,
-        f"{one.failed} of its {one.tested} tested pairs of GPUs: {symptom}",
+        f"{_some(one.failed, one.tested)} {_FAILED[symptom]}",
         rail=None if is_gpu or not one.gpus else one.gpus[0],
         gpus=one.gpus if is_gpu or len(one.gpus) > 1 else (),
         confidence=confidence(2 * one.failed + 4),
@@ -206,6 +240,16 @@ def _blamed(one: Blame, symptom: Symptom, names: Names, gpus: int) -> Fault:
         if one.part is Part.link and symptom is not Symptom.flaky
         else _no_link(one, nodes),
     )
+
+
+def _some(failed: int, tested: int) -> str:
+    if failed == tested:
+        return (
+            "the only pair of GPUs that was tested"
+            if tested == 1
+            else f"all {tested} of its tested pairs of GPUs"
+        )
+    return f"{failed} of its {tested} tested pairs of GPUs"
 
 
 def _no_link(one: Blame, nodes: tuple[str, ...]) -> tuple[str, ...]:

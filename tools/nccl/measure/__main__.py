@@ -4,28 +4,41 @@ Whoever starts it sets torchrun's variables, or those of an agent or of Slurm; s
 """
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from contract.errors import UserError
 from contract.exit_codes import ExitCode
+from contract.network_test import cannot_write
 from tools.nccl.measure.run import run
 from tools.nccl.measure.spec import Spec
 from train.resilience.process import leave
 
 
 def main(argv: list[str]) -> int:
-    """Measure as one rank; return the exit code: 0, 76 when another rank failed, 78 for a wrong SPEC."""
+    """Measure as one rank; return the exit code.
+
+    0, 1 when the folder cannot be written, 76 when another rank failed, 78 for a wrong SPEC.
+    """
+    spec = None
     try:
         if len(argv) != 1:
             raise UserError("usage: python -m tools.nccl.measure SPEC.json")
-        run(Spec.read(Path(argv[0])))
+        spec = Spec.read(Path(argv[0]))
+        run(spec)
     except UserError as error:
-        print(f"trierarch: {error}", file=sys.stderr)
+        tell(str(error))
         return error.exit_code
     except OSError as error:
-        print(f"trierarch: the measurement cannot be written: {error}", file=sys.stderr)
+        tell(cannot_write("the measurement" if spec is None else spec.folder, error))
         return 1
     return ExitCode.FINISHED
+
+
+def tell(sentence: str) -> None:
+    """Write a sentence into the rank's log, which may lie on the same full disk."""
+    with suppress(OSError):
+        print(f"trierarch: {sentence}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

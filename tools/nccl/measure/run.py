@@ -206,6 +206,7 @@ class _Session:
                 prober,
                 budget_s=spec.budget_s * share,
                 seed=spec.seed,
+                names=team.nodes,
                 say=lambda text: progress.say("exchanges", text),
             )
             prober.end()

@@ -29,12 +29,13 @@ class Gathered:
     """Each with its file's name."""
     logs: list[Log] = field(default_factory=list)
     topologies: list[Topology] = field(default_factory=list)
+    is_test: bool = False
+    """Whether one of them is of a test, not only what NCCL itself has written down: then figures are due."""
 
     @property
     def has_figures(self) -> bool:
         """Whether anything in it was measured."""
-        one = self.measurement
-        return bool(len(one.exchanges) or one.collectives or one.silent)
+        return self.measurement.has_figures
 
     @property
     def verdict(self) -> Verdict:
@@ -67,6 +68,7 @@ def gather(paths: Sequence[Path], operation: str | None = None) -> Gathered:
         raise UserError(
             f"{len(measured)} measurements were given: analyse one, and give an earlier one as --baseline"
         )
+    found.is_test = bool(measured or tests)
     found.measurement = _together(measured, tests, found)
     return found
 

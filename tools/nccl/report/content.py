@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tools.bytes_shown import size as decimal_size
 from tools.nccl.findings import Fault, Findings, Verdict
 from tools.nccl.measurement import Collective, Measurement
@@ -49,8 +47,7 @@ class Content:
     @property
     def measured(self) -> bool:
         """Whether there are figures, not only what NCCL's own files say."""
-        one = self.measurement
-        return bool(np.isfinite(one.exchanges.bandwidth).any() or one.collectives or one.silent)
+        return self.measurement.has_figures
 
     @property
     def what(self) -> str:
@@ -72,7 +69,7 @@ class Content:
     def summary(self) -> str:
         """One sentence: the verdict and what it rests on."""
         faults = self.findings.faults
-        if not faults:
+        if not faults or not self.measured:
             worse = next(
                 (one for _, one in self.remarks if one.verdict is self.verdict is not Verdict.ok), None
             )

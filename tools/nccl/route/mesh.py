@@ -117,7 +117,9 @@ def _sentence(within: str, most: int, figures: tuple[float, float, float], split
         "island": f"tp up to {most}, in one island of a node's GPUs: {inside} there, {between}",
         "node": f"tp up to {most}, in a node: {inside} there, {between}",
     }[within]
-    if not figures[0]:
+    if within == "node" and most == 1:
+        start = f"a node has one GPU, so tp would cross nodes: {between}"
+    elif not figures[0]:
         start = f"tp in a node: {between}; inside it nothing was measured"
     if split:
         return f"{start}; dp_shard in groups of {nodes} nodes or fewer, pp and dp_replicate across groups"

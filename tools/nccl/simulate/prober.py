@@ -82,7 +82,13 @@ class Simulator:
         """Run a campaign and return what it saw."""
         fabric = self.fabric
         exchanges, unmeasured = campaign.run(
-            fabric.nodes, fabric.gpus_per_node, self, budget_s=budget_s, seed=seed, clock=self.clock
+            fabric.nodes,
+            fabric.gpus_per_node,
+            self,
+            budget_s=budget_s,
+            seed=seed,
+            names=fabric.names,
+            clock=self.clock,
         )
         about = {"fabric": fabric.kind, "seconds": self._now_s, "exchange_bytes": EXCHANGE_BYTES}
         return Measurement(
