@@ -52,6 +52,10 @@ _OWNED = {
 )
 
 
+FOR_PLANS = ("cluster.gpu", "cluster.nics_per_node", "cluster.nic_gbit")
+"""What a profile says for the planner alone."""
+
+
 @dataclass
 class JobConfig:
     """One batch job. A null takes what the cluster's profile says."""
@@ -329,16 +333,22 @@ def parse_time_limit(key: str, text: str) -> int:
     return seconds
 
 
+def compose_submit(overrides: Sequence[str], environ: Mapping[str, str]) -> SubmitConfig:
+    """Compose the submit configuration unchecked; without `cluster=NAME` the machine's own profile is taken."""
+    chosen = configs.compose.spell_out(overrides, SubmitConfig)
+    if not any(configs.compose.key_of(override) == "cluster" for override in chosen):
+        chosen.insert(0, f"cluster={detect(socket.gethostname(), environ)}")
+    return configs.compose.fill(SubmitConfig, chosen)
+
+
 def load_submit(overrides: Sequence[str], environ: Mapping[str, str] | None = None) -> SubmitConfig:
     """Compose and check the submit configuration; without `cluster=NAME` the machine's own profile is taken."""
     env = os.environ if environ is None else environ
-    overrides = configs.compose.spell_out(overrides, SubmitConfig)
-    chosen = list(overrides)
-    if not any(configs.compose.key_of(override) == "cluster" for override in chosen):
-        chosen.insert(0, f"cluster={detect(socket.gethostname(), env)}")
-    settings = configs.compose.fill(SubmitConfig, chosen)
-    _refuse_without_effect(settings, [configs.compose.key_of(override) for override in overrides])
+    settings = compose_submit(overrides, env)
+    given = configs.compose.spell_out(overrides, SubmitConfig)
+    refuse_without_effect(settings, [configs.compose.key_of(override) for override in given])
     settings.validate(env)
+    refuse_job_without_effect(settings, given)
     if settings.cluster.scheduler is Scheduler.slurm and not shutil.which("sbatch", path=env.get("PATH")):
         raise ConfigError(
             f"cluster={settings.cluster.name} needs Slurm and there is no sbatch in PATH: "
@@ -347,7 +357,21 @@ def load_submit(overrides: Sequence[str], environ: Mapping[str, str] | None = No
     return settings
 
 
-def _refuse_without_effect(settings: SubmitConfig, keys: Sequence[str]) -> None:
+def refuse_job_without_effect(settings: SubmitConfig, overrides: Sequence[str]) -> None:
+    """As `refuse_without_effect`, for what is in a file that `job=` chooses: a wish too, and no fact of the site's."""
+    for override in map(configs.compose.parse_setting, overrides):
+        if override.key_or_group != "job":
+            continue
+        choice = str(override.value())
+        try:
+            refuse_without_effect(
+                settings, [f"job.{key}" for key in configs.compose.load_choice("job", choice)]
+            )
+        except ConfigError as error:
+            raise ConfigError(f"job={choice}: {error}") from error
+
+
+def refuse_without_effect(settings: SubmitConfig, keys: Sequence[str]) -> None:
     """Raise ConfigError if one of the keys, which the user gave, does nothing in the mode that was chosen.
 
     What a profile says of these is a fact of the site, and waits for the mode that uses it.
@@ -359,6 +383,7 @@ def _refuse_without_effect(settings: SubmitConfig, keys: Sequence[str]) -> None:
             "cluster.topology_file",
             "cluster.scratch_shared",
             "cluster.scratch_local",
+            *FOR_PLANS,
         )
         _require(
             key not in told, f"{key} says what the site has and changes no job: write it into the profile"

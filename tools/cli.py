@@ -16,10 +16,14 @@ from contract.errors import ConfigError, UserError
 from tools.cli_ckpt import app as ckpt_app
 from tools.cli_cluster import app as cluster_app
 from tools.cli_data import app as data_app
+from tools.cli_deepspeed import DeepSpeedFile, with_deepspeed
+from tools.cli_doctor import app as doctor_app
 from tools.cli_lab import app as lab_app
 from tools.cli_layout import app as layout_app
 from tools.cli_nccl import app as nccl_app
 from tools.cli_nvme import app as nvme_app
+from tools.cli_plan import app as plan_app
+from tools.cli_plan import with_plan
 from tools.cli_runs import app as runs_app
 from tools.cli_sweep import app as sweep_app
 
@@ -31,10 +35,12 @@ app = typer.Typer(
 app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
+app.add_typer(doctor_app)
 app.add_typer(lab_app, name="lab")
 app.add_typer(layout_app)
 app.add_typer(nccl_app, name="nccl")
 app.add_typer(nvme_app)
+app.add_typer(plan_app, name="plan")
 app.add_typer(runs_app)
 app.add_typer(sweep_app, name="sweep")
 
@@ -59,11 +65,13 @@ def train(
     ranks_per_node: Annotated[int | None, typer.Option(help="With --dry-run: ranks on each node.")] = None,
     rank: Annotated[int | None, typer.Option(help="With --dry-run: the rank to build. Default: 0.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    deepspeed: DeepSpeedFile = None,
 ) -> None:
     """Train on this machine; Ctrl-C stops with a checkpoint and the same command continues from it."""
     from configs.compose import to_yaml
     from slurm.foreground import run_in_foreground
     from slurm.launch import local_gpus, mpi_command
+    from slurm.recipe import job_of
     from slurm.runs.find import refuse_sweep
     from train.config import load_config
     from train.data.vocabulary import with_vocabulary
@@ -75,7 +83,7 @@ def train(
         if cfg is not None:
             raise ConfigError("--cfg prints and ends, as --dry-run does: give one of the two")
         _refuse_sections(overrides or [])
-        show_dry_run(overrides or [], ranks, nodes, ranks_per_node, rank or 0, as_json)
+        show_dry_run(overrides or [], ranks, nodes, ranks_per_node, rank or 0, as_json, deepspeed)
         return
     for option, asked in (
         ("--nodes", nodes is not None),
@@ -90,14 +98,17 @@ def train(
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: start at least one")
     _refuse_sections(overrides or [])
-    config = load_config(overrides or [])
+    count = ranks or max(1, local_gpus())
+    overrides = with_deepspeed(deepspeed, overrides or [], count)
+    config = load_config(overrides)
     refuse_sweep(config.run_folder.path)
     if cfg:
         print(to_yaml(config), end="")
         return
-    command = [sys.executable, "-m", "train", *(overrides or [])]
-    count = ranks or max(1, local_gpus())
+    command = [sys.executable, "-m", "train", *overrides]
     lay_out(with_vocabulary(config), count, count, on_gpus=local_gpus() > 0)
+    if (job := job_of(overrides or [])) is not None:
+        print(f"note:  configs/job/{job}.yaml, the recipe's job, is for `trierarch submit`", file=sys.stderr)
     argv, environment = mpi_command(count, command)
     print(f"run {config.run.name}: starting {count} rank{'s' * (count > 1)}", flush=True)
     stop_signal = signal.Signals[config.resilience.stop_signal]
@@ -110,10 +121,12 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--render", help="Print the batch script, submit nothing.")
     ] = False,
+    deepspeed: DeepSpeedFile = None,
 ) -> None:
     """Train as a batch job; `job.nodes=2` and `cluster=NAME` say where, the rest is as for `train`."""
-    from configs.compose import key_of, to_yaml
-    from slurm.settings import Preflight, load_submit, says_where
+    from configs.compose import to_yaml
+    from slurm.recipe import split
+    from slurm.settings import Preflight, load_submit
     from slurm.submit import submit as submit_run
     from tools.data_check import missing_data
     from train.comm.check import check_plan
@@ -123,13 +136,13 @@ def submit(
     from train.layout.memory import heaviest, lines
     from train.layout.notes import notes
 
-    where: list[str] = []
-    what: list[str] = []
-    for override in overrides or []:
-        (where if says_where(key_of(override)) else what).append(override)
-    config = load_config(what)
+    overrides = with_plan(overrides or [])
+    where, what = split(overrides)
+    config = load_config(what) if deepspeed is None else None
     settings = load_submit(where)
     ranks = settings.job.nodes * settings.ranks_per_node
+    if config is None:  # which takes the number of ranks
+        config = load_config(with_deepspeed(deepspeed, what, ranks))
     on_gpus = settings.cluster.gpus_per_node > 0
     sized = with_vocabulary(config)
     dims = lay_out(sized, ranks, settings.ranks_per_node, on_gpus)
@@ -183,6 +196,10 @@ def _refuse_sections(overrides: list[str]) -> None:
     for override in overrides:
         if says_where(key_of(override)):
             raise ConfigError(f"{override}: this says where a batch job runs, use it with `trierarch submit`")
+        if key_of(override) == "parallel":
+            raise ConfigError(
+                f"{override}: a plan is for a cluster, give parallel=auto to `trierarch submit`, `layout` or `plan`"
+            )
 
 
 def main() -> None:

@@ -35,12 +35,16 @@ SECTIONS = {
             "gpus_per_node",
             "gpu_model",
             "gpu_memory_gb",
+            "gpu",
             "cpus_per_node",
             "memory",
         ),
         *("ranks_per_node", "gpu_cpus", "cpu_bind"),
     ],
-    "network": ["socket_interface", "hcas", "master_suffix", "topology", "topology_file"],
+    "network": [
+        *("socket_interface", "hcas", "nics_per_node", "nic_gbit"),
+        *("master_suffix", "topology", "topology_file"),
+    ],
     "software": [
         *(
             "launch",

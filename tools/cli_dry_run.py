@@ -3,9 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
+from tools.cli_deepspeed import with_deepspeed
 
 if TYPE_CHECKING:
     from train.dry_run import DryRun
@@ -19,10 +21,12 @@ def show_dry_run(
     ranks_per_node: int | None,
     rank: int,
     as_json: bool,
+    deepspeed: Path | None = None,
 ) -> None:
     """Build one rank of a layout and print what it holds.
 
     The number of ranks is `ranks` or `nodes` times `ranks_per_node`; raises `ConfigError` for both and for neither.
+    `deepspeed`: a configuration of DeepSpeed's, whose settings come first.
     """
     count = _count(ranks, nodes, ranks_per_node)
     if not 0 <= rank < count:
@@ -30,7 +34,7 @@ def show_dry_run(
     from train.config import load_config
     from train.dry_run import dry_run
 
-    config = load_config(overrides)
+    config = load_config(with_deepspeed(deepspeed, overrides, count), reads_data=False)
     found = dry_run(config, count, rank, ranks_per_node)
     if as_json:
         print(json.dumps(found.as_tree(), indent=2))

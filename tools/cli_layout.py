@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from contract.errors import ConfigError
+from tools.cli_deepspeed import DeepSpeedFile, with_deepspeed
+from tools.cli_plan import with_plan
 
 if TYPE_CHECKING:
     from tools.layout_picture import Group, Picture, Place
@@ -42,21 +44,23 @@ def layout(
     ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Show this rank alone, with its groups.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For a script.")] = False,
+    deepspeed: DeepSpeedFile = None,
 ) -> None:
     """Show a layout: which rank holds what, which group spans nodes, and how much each sends in a step."""
     from configs.compose import key_of
+    from slurm.recipe import split
     from slurm.settings import says_where
     from train.config import load_config
     from train.data.vocabulary import with_vocabulary
     from train.layout.check import lay_out
     from train.layout.memory import as_tree, check_host_budget, heaviest, lines, memory
 
-    where: list[str] = []
-    what: list[str] = []
-    for override in overrides or []:
-        (where if says_where(key_of(override)) else what).append(override)
-    config = with_vocabulary(load_config(what))
-    nodes, ranks_per_node = _machine(where, nodes, ranks_per_node)
+    overrides = with_plan(overrides or [], nodes, ranks_per_node)
+    where, what = split(overrides)
+    is_told = any(says_where(key_of(override)) for override in overrides)
+    nodes, ranks_per_node = _machine(where, is_told, nodes, ranks_per_node)
+    what = with_deepspeed(deepspeed, what, nodes * ranks_per_node)
+    config = with_vocabulary(load_config(what, reads_data=False))
     dims = lay_out(config, nodes * ranks_per_node, ranks_per_node)
     if rank is not None and rank >= dims.ranks:
         raise ConfigError(f"--rank {rank}: the ranks are 0 to {dims.ranks - 1}")
@@ -77,8 +81,13 @@ def layout(
     print("\n".join(lines(fullest, kept, config.offload)))
 
 
-def _machine(where: list[str], nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:
-    """Nodes and ranks on each: as given, else as a submission with the settings `where` would have."""
+def _machine(
+    where: list[str], is_told: bool, nodes: int | None, ranks_per_node: int | None
+) -> tuple[int, int]:
+    """Nodes and ranks on each: as given, else as a submission with the settings `where` would have.
+
+    Where nothing `is_told` but the recipe's job, nodes have 8 unless that says more.
+    """
     if not where:
         return nodes or 1, ranks_per_node or 8
     import os
@@ -88,6 +97,11 @@ def _machine(where: list[str], nodes: int | None, ranks_per_node: int | None) ->
     from slurm.settings import SubmitConfig
     from slurm.sites.detect import detect
 
+    where = configs.compose.spell_out(where, SubmitConfig)
+
+    if not is_told:
+        job = configs.compose.fill(SubmitConfig, where).job
+        return nodes or job.nodes, ranks_per_node or job.ranks_per_node or 8
     if not any(configs.compose.key_of(override) == "cluster" for override in where):
         where = [f"cluster={detect(socket.gethostname(), os.environ)}", *where]
     settings = configs.compose.fill(SubmitConfig, where)

@@ -44,9 +44,18 @@ class Decay(StrEnum):
     """Shape of the learning rate after warm-up."""
 
     cosine = "cosine"
+    linear = "linear"
     wsd = "wsd"
     """Warm-up, stable, decay: constant until `decay_fraction` of the run is left, then linear."""
     constant = "constant"
+
+
+class Warmup(StrEnum):
+    """Shape of the learning rate in warm-up."""
+
+    linear = "linear"
+    log = "log"
+    """As the logarithm of the step: most of the rise comes early."""
 
 
 class Progress(StrEnum):
@@ -122,11 +131,17 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Applied to matrices only, not to norms."""
     warmup_steps: int = 100
+    warmup: Warmup = Warmup.linear
+    warmup_min_ratio: float = 0.0
+    """Learning rate at which warm-up begins as a share of `lr`."""
     decay: Decay = Decay.cosine
     decay_fraction: float = 0.2
     """Share of the steps that the decay of `wsd` takes."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of `lr`."""
+    deepspeed_steps: bool = False
+    """Count steps as DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR do, for the same rates step by step: two
+    steps later in warm-up than here. Not with `wsd`."""
 
 
 @dataclass
@@ -229,6 +244,7 @@ class TrainConfig:
             _require(0 <= share < 1, f"{path}={share}: must be at least 0 and below 1")
         for path, share in (
             ("optim.min_lr_ratio", self.optim.min_lr_ratio),
+            ("optim.warmup_min_ratio", self.optim.warmup_min_ratio),
             ("optim.decay_fraction", self.optim.decay_fraction),
         ):
             _require(0 <= share <= 1, f"{path}={share}: must be between 0 and 1")
@@ -242,6 +258,10 @@ class TrainConfig:
         ):
             _require(value <= 1e6, f"{path}={value}: must be at most 1e6")
         _require(bool(self.run.root.strip()), "run.root is empty: give a folder")
+        _require(
+            bool(self.data.prefix.strip()),
+            "data.prefix is not given: name your token files, data.prefix=PATH, as `trierarch data prepare` wrote them",
+        )
         self.parallel.validate()
         self.precision.validate()
         self.offload.validate()
@@ -281,6 +301,10 @@ class TrainConfig:
                 "for a hung one give up: lower it, or raise resilience.collective_timeout_s",
             )
         if self.optim.decay is Decay.wsd:
+            _require(
+                not self.optim.deepspeed_steps,
+                "optim.deepspeed_steps=true: DeepSpeed has no optim.decay=wsd, choose linear, cosine or constant",
+            )
             decay_steps = round(self.loop.steps * self.optim.decay_fraction)
             _require(
                 self.optim.warmup_steps + decay_steps <= self.loop.steps,
@@ -292,9 +316,15 @@ class TrainConfig:
         self.model.check_sequence_length(self.data.sequence_length)
 
 
-def load_config(overrides: Sequence[str]) -> TrainConfig:
-    """Compose and check the training configuration under the user's overrides."""
-    return finish(configs.compose.compose("train", TrainConfig, overrides))
+def load_config(overrides: Sequence[str], reads_data: bool = True) -> TrainConfig:
+    """Compose and check the training configuration under the user's overrides.
+
+    Without `reads_data` a recipe that leaves `data.prefix` to the user is no error.
+    """
+    config = configs.compose.compose("train", TrainConfig, overrides)
+    if not reads_data and not config.data.prefix:
+        config.data.prefix = "not-given"
+    return finish(config)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -308,7 +338,8 @@ def finish(config: TrainConfig) -> TrainConfig:
     config.run.root = str(Path(config.run.root).expanduser().absolute())
     if config.run.init_from is not None:
         config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
-    config.data.prefix = str(Path(config.data.prefix).expanduser().absolute())
+    if config.data.prefix.strip():
+        config.data.prefix = str(Path(config.data.prefix).expanduser().absolute())
     config.offload.nvme_path = [str(Path(path).expanduser().absolute()) for path in config.offload.nvme_path]
     if config.comm.plan is not None:
         config.comm.plan = str(Path(config.comm.plan).expanduser().absolute())

@@ -123,6 +123,9 @@ class Profile:
     gpu_model: str | None = None
     gpu_memory_gb: float | None = None
     """What each GPU has at least, in 10^9 bytes; the health check compares."""
+    gpu: str | None = None
+    """What the planner takes it for: a class of `configs/gpu`, or the path of a file like them; null goes by
+    `gpu_model` and `gpu_memory_gb`."""
     cpus_per_node: int | None = None
     """Cores that the ranks of a node share; null leaves it to Slurm."""
     memory: str | None = None
@@ -147,6 +150,10 @@ class Profile:
     """Network interface for NCCL's and gloo's sockets."""
     hcas: list[str] = field(default_factory=list)
     """InfiniBand adapters for NCCL and UCX, each `NAME` or `NAME:PORT`; none leaves the choice to them."""
+    nics_per_node: int | None = None
+    """Adapters that carry traffic between nodes; the planner reckons with them."""
+    nic_gbit: float | None = None
+    """What each carries in one direction, 10^9 bits a second."""
     master_suffix: str = ""
     """Appended to rank 0's short host name to get its address on the fast network."""
     topology: Topology = Topology.none

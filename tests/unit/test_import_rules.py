@@ -31,6 +31,18 @@ MEASURES_WITH = {
 }
 
 
+JUDGES_BY = {
+    "train.comm.check",
+    "train.config",
+    "train.data.vocabulary",
+    "train.model.config",
+    "train.offload.check",
+    "train.offload.config",
+    "train.precision.check",
+    "train.precision.config",
+}
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every module that a file imports, those inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -61,6 +73,12 @@ def test_packages_import_only_what_they_may(package: str) -> None:
             # Ranks of the network test meet, watch each other and reduce as those of a training do.
             names = {name for name in imports_of(path) if name.split(".")[0] == "train"}
             assert names <= MEASURES_WITH, (path, names)
+        elif path.is_relative_to(ROOT / "tools/doctor") or path.is_relative_to(ROOT / "tools/plan"):
+            allowed = allowed | {"train"}
+            # They judge a run before there is one: by the trainer's settings, and its arithmetic.
+            names = {name for name in imports_of(path) if name.split(".")[0] == "train"}
+            assert all(name in JUDGES_BY or name.startswith("train.layout.") for name in names), (path, names)
+            assert "torch" not in tops, path
         elif path.is_relative_to(ROOT / "tools/nccl"):
             assert "torch" not in tops, path
         assert tops & set(OURS) <= allowed, path
@@ -88,7 +106,14 @@ def test_the_model_knows_nothing_of_the_trainer() -> None:
         "import tools.cli_ckpt_convert, tools.ckpt.convert",
         "import tools.cli_ckpt_compress, tools.ckpt.compress, tools.ckpt.lossy",
         "import tools.cli_ckpt_diff, tools.ckpt.diff, tools.ckpt.diff_html, tools.ckpt.diff_text",
+        "import tools.cli_plan, tools.plan.request, tools.plan.report, tools.plan.explain, tools.plan.scaling",
+        "import tools.plan.timeline, tools.plan.picture, tools.plan.predict, tools.plan.rows",
+        "import sys; sys.argv = ['trierarch', 'plan', 'model=llama_3m', 'model.vocab_size=320', 'cluster=jean_zay']\n"
+        "from tools.cli import app\napp(standalone_mode=False)",
         "import tools.cli_nccl, tools.nccl.analyse, tools.nccl.report, tools.nccl.parsers.any_file",
+        "import tools.cli_doctor, tools.doctor.run",
+        "import sys; sys.argv = ['trierarch', 'doctor', 'model=deepseek_7b', 'cluster=juwels_booster', 'nodes=4']\n"
+        "from tools.cli import app\napp(standalone_mode=False)",
         "import tools.cli_nvme, train.offload.nvme.measure, train.offload.nvme.store",
         "import sys; sys.argv = ['trierarch', 'train', '--cfg', 'job']\n"
         "from tools.cli import app\napp(standalone_mode=False)",

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from configs.compose import to_yaml
 from contract.errors import ConfigError
+from slurm.settings import load_submit
 from tools.plan.calibrate import (
     Measured,
     accuracy,
+    calibrate,
     choice,
     fit,
     left_out,
@@ -24,7 +27,9 @@ from tools.plan.case import Attention, Case, Number, Recompute
 from tools.plan.constants import Constants, constants, priors
 from tools.plan.predict import predict_rows, write
 from tools.plan.rows import PUBLISHED, case_of, is_complete, network_of, read_rows
+from tools.plan.runs import measured_run
 from tools.plan.step import predict_step
+from train.config import load_config
 
 ROWS = read_rows(PUBLISHED)
 RUNS = measured_of(ROWS)
@@ -50,7 +55,6 @@ def test_a_prediction_knows_nothing_of_what_was_measured() -> None:
     for row in copy.deepcopy(rows):
         kept = {name: row[name] for name in ("id", "model", "hardware", "layout", "precision")}
         kept["model"].pop("name", None)
-        kept["model"].pop("params", None)
         hidden.append(kept)
     assert predict_rows(hidden) == predict_rows(rows)
     shuffled = [row | {"id": "x"} for row in rows]
@@ -197,3 +201,42 @@ def test_step_times_are_none_where_memory_ran_out() -> None:
     assert step_time_of(row) == pytest.approx(24.8435)
     assert step_time_of(row | {"measured": row["measured"] | {"oom": True}}) is None
     assert isinstance(case_of(row), Case)
+
+
+def _own_run(folder: Path, settings: list[str], where: list[str], steps_s: list[float]) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(load_config(settings)))
+    (folder / "submit.yaml").write_text(to_yaml(load_submit(where, {})))
+    lines = [
+        json.dumps({"step": number, "loss": 1.0, "step_time_s": one}) for number, one in enumerate(steps_s)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+WHERE = ["cluster=juwels_booster", "job.nodes=2", "cluster.account=me"]
+SETTINGS = ["model=llama_1b", "model.vocab_size=32000", "parallel.tp=2", "loop.global_batch_size=64"]
+
+
+@pytest.mark.req("A24")
+def test_a_run_of_one_s_own_calibrates(tmp_path: Path) -> None:
+    first = measured_run(_own_run(tmp_path / "a", SETTINGS, WHERE, [9.0, 4.0, *[1.0, 1.1, 0.9, 1.0, 1.2]]))
+    assert first.step_s == 1.0 and first.case.layout.tp == 2 and first.case.layout.dp == 4
+    assert first.case.machine.gpu.name == "a100_40" and first.case.machine.nodes == 2
+    # A machine on which all takes a third longer than predicted.
+    step_s = predict_step(first.case).total_s * 4 / 3
+    second = measured_run(_own_run(tmp_path / "b", SETTINGS, WHERE, [step_s] * 9))
+    told = calibrate(PUBLISHED, [second], tmp_path / "mine.json")
+    assert told["rows"] == {"run b": 1}
+    mine = constants(tmp_path / "mine.json")
+    assert predict_step(first.case).total_s < predict_step(first.case, mine).total_s <= step_s
+    with pytest.raises(ConfigError, match="cannot be written"):
+        calibrate(PUBLISHED, [second], tmp_path / "none" / "mine.json")
+
+
+def test_runs_that_measured_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 3 step times after the first 2"):
+        measured_run(_own_run(tmp_path / "a", SETTINGS, WHERE, [1.0] * 5))
+    (tmp_path / "a" / "submit.yaml").unlink()
+    with pytest.raises(ConfigError, match="was not submitted to a cluster"):
+        measured_run(tmp_path / "a")

@@ -28,7 +28,7 @@ class Unit:
     is_table: bool = False
     """Whether it is the embedding alone."""
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of them."""
         return sum(rows * each for rows, each in self.matrices)
@@ -123,8 +123,8 @@ def units(config: "TrainConfig", dims: ParallelDims, stage: StageLayers, tp_rank
     model = config.model
     table = _dealt_out(dims, model.vocabulary, share(model.vocabulary, dims.tp, tp_rank), model.dim)
     norm = (model.dim, 1)
-    layer = layer_matrices(config, dims, tp_rank)
-    found = [Unit(layer, stays=False, gathers=2) for _ in stage.layers]
+    # One object for all layers: what is counted of it is counted once.
+    found = [Unit(layer_matrices(config, dims, tp_rank), stays=False, gathers=2)] * len(stage.layers)
     # A tied model that is in one piece has no head of its own: its embedding is needed at both ends.
     tied = stage.first and stage.last and model.tie_embeddings
     if tied:

@@ -1,5 +1,6 @@
 """How many micro-batches a rank of a pipeline has under way in each of its stages, by arithmetic. Imports no torch."""
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -62,18 +63,23 @@ def received_early(config: ParallelConfig) -> int:
 
 def _in_rounds(config: ParallelConfig, pp_rank: int, micro_batches: int) -> list[InFlight]:
     """Micro-batches go through a rank's stages in rounds, forward upwards and backward downwards."""
-    stages, size = stages_per_rank(config), round_of(config.pp, micro_batches)
-    most = chunks_held(config, pp_rank, micro_batches)
-    # From some round on each is like the one before.
-    rounds = min(micro_batches // size, most // (stages * size) + 3)
-    forward = [stage for _ in range(rounds) for stage in range(stages) for _ in range(size)]
-    backward = [stages - 1 - stage for stage in forward]
-    behind = 0
+    most, behind = chunks_held(config, pp_rank, micro_batches), 0
     if schedule_of(config).splits_backward:
         # The weights' turn comes this many micro-batches after the input's.
         behind = pp_rank + 1
         if not splits_backward(config):
             most, behind = most - pp_rank, 0
+    size = round_of(config.pp, micro_batches)
+    return list(_most_in_rounds(stages_per_rank(config), size, micro_batches // size, most, behind))
+
+
+@functools.lru_cache(maxsize=65_536)  # a search of layouts asks for the same ones many times
+def _most_in_rounds(stages: int, size: int, rounds: int, most: int, behind: int) -> tuple[InFlight, ...]:
+    """`most`: chunks kept before the first backward; `behind`: backwards by which the weights' turn comes later."""
+    # From some round on each is like the one before.
+    rounds = min(rounds, most // (stages * size) + 3)
+    forward = [stage for _ in range(rounds) for stage in range(stages) for _ in range(size)]
+    backward = [stages - 1 - stage for stage in forward]
     kept = Counter(forward[:most])
     found = set()
     for done, stage in enumerate(backward):
@@ -81,7 +87,7 @@ def _in_rounds(config: ParallelConfig, pp_rank: int, micro_batches: int) -> list
         found.add(InFlight(*(tuple(count[one] for one in range(stages)) for count in (kept, halfway))))
         kept[stage] -= 1
         kept.update(forward[done + most : done + most + 1])
-    return sorted(found, key=lambda time: time.kept)
+    return tuple(sorted(found, key=lambda time: time.kept))
 
 
 def _zbv(p: int, r: int, m: int) -> list[InFlight]:

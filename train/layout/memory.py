@@ -94,6 +94,13 @@ def memory(config: "TrainConfig", dims: ParallelDims, rank: int, device_type: st
     """
     (holding,) = holdings(config, dims, [rank])
     kept = plan(config, dims, holding.coordinates["pp"], micro_batches(config, dims), device_type)
+    return memory_of(config, dims, holding, kept, device_type)
+
+
+def memory_of(
+    config: "TrainConfig", dims: ParallelDims, holding: Holding, kept: Plan, device_type: str
+) -> dict[Role, Bytes]:
+    """Return what `memory` does for a rank that has `holding` and keeps `kept` of activations."""
     rank_memory = _RankMemory(config, dims, holding, device_type)
     return {
         Role.parameters: rank_memory.parameters(),
@@ -183,6 +190,7 @@ class _RankMemory:
         self._sharers = holding.sharers
         self._index = place["dp_shard"] * dims.cp + place["cp"] if holding.sharers > 1 else 0
         self._units = [unit for stage in holding.stages for unit in units(config, dims, stage, place["tp"])]
+        self._shares_of: dict[int, list[int]] = {}
         self._share = sum(map(self._own, self._units))
         self._whole = sum(unit.parameters for unit in self._units)
         # A device that computes in the host's memory sends nothing there.
@@ -281,7 +289,13 @@ class _RankMemory:
         return Bytes(device=device, host=host)
 
     def _own(self, unit: Unit) -> int:
-        return sum(unit.shares(self._sharers, self._index))
+        return sum(self._shares(unit))
+
+    def _shares(self, unit: Unit) -> list[int]:
+        """What the rank has of each parameter; layers are one object, and asked for many times."""
+        if id(unit) not in self._shares_of:
+            self._shares_of[id(unit)] = unit.shares(self._sharers, self._index)
+        return self._shares_of[id(unit)]
 
     def _blocks(self) -> list[int]:
         """Bytes of each unit on a shelf."""
@@ -291,7 +305,7 @@ class _RankMemory:
         """Elements of each bucket of an update: a layer, or a single parameter outside of layers."""
         found = []
         for unit in self._units:
-            own = unit.shares(self._sharers, self._index)
+            own = self._shares(unit)
             found += own if unit.stays or unit.is_table else [sum(own)]
         return found
 
@@ -309,7 +323,7 @@ class _RankMemory:
         return Table.bytes(elements, self._config.model.dim)
 
     def _moments(self, unit: Unit) -> int:
-        shares = unit.shares(self._sharers, self._index)
+        shares = self._shares(unit)
         return sum(
             (self._precision.optimizer_state if each > 1 else Moments.float32).bytes(size)
             for size, (_rows, each) in zip(shares, unit.matrices, strict=True)

@@ -1,5 +1,6 @@
 """Which layers a pipeline stage gets, so that no stage has much more to do than the others."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -29,6 +30,11 @@ def partition(layers: int, stages: int, costs: Sequence[tuple[int, int, int]]) -
     one has; a later kind decides only between splits that are equal in the earlier ones, and where all are equal the
     earlier stages take fewer layers. Inner stages get one layer at least.
     """
+    return list(_best(layers, stages, tuple(costs)))
+
+
+@functools.cache  # every rank that is looked at asks, in every layout of a search
+def _best(layers: int, stages: int, costs: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
     assert stages >= 2 and layers >= stages - 2
     inner = stages - 2
     best: tuple[tuple[int, ...], int, int] | None = None
@@ -45,4 +51,4 @@ def partition(layers: int, stages: int, costs: Sequence[tuple[int, int, int]]) -
     assert best is not None
     _, first, last = best
     least, more = divmod(layers - first - last, inner) if inner else (0, 0)
-    return [first, *[least] * (inner - more), *[least + 1] * more, last]
+    return (first, *[least] * (inner - more), *[least + 1] * more, last)
