@@ -72,6 +72,9 @@ def layouts(
     from tools.plan.scaling import nodes_of, scaling, scaling_tree, scaling_words
 
     counts = [] if what_if is None else nodes_of(what_if)
+    if picture is not None and not (picture.parent.is_dir() and os.access(picture.parent, os.W_OK)):
+        # Told before the search, which takes a while.
+        raise ConfigError(f"{picture} cannot be written: {picture.parent} is no folder that you can write to")
     request = read(overrides or [], os.environ)
     found = found_for(request, top)
     best = found.plans[0]
@@ -106,7 +109,7 @@ def layouts(
     if explain:
         from tools.plan.explain import explain as explained
 
-        print("\n" + explained(best, reached, request.goals.goals), end="")
+        print("\n" + explained(best, reached, request.goals.goals, request.known), end="")
 
 
 @app.command()
@@ -134,20 +137,18 @@ def calibrate(
         typer.Option(help="Published runs to fit to, in place of those that come with the planner."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the constants. Default: the planner's own file.")
-    ] = None,
+        Path, typer.Option(help="Where to write the constants; use them by goals.constants=FILE.")
+    ] = Path("plan-constants.json"),
 ) -> None:
     """Fit the planner's constants to published runs, or, from these on, to runs of your own."""
     from tools.plan.calibrate import calibrate as calibrated
-    from tools.plan.constants import FILE
     from tools.plan.rows import PUBLISHED
     from tools.plan.runs import measured_run
 
     if runs and rows is not None:
         raise ConfigError("--rows and folders of runs: give one of the two")
-    target = out or FILE
-    about = calibrated(rows or PUBLISHED, [measured_run(run) for run in runs or []], target)
-    print(f"{target}: " + ", ".join(f"{key} {value}" for key, value in about.items() if key != "rows"))
+    about = calibrated(rows or PUBLISHED, [measured_run(run) for run in runs or []], out)
+    print(f"{out}: " + ", ".join(f"{key} {value}" for key, value in about.items() if key != "rows"))
 
 
 def _draw(path: Path, found: "Found") -> None:

@@ -10,6 +10,8 @@ from harness.command import Trierarch
 
 from configs.compose import load
 from contract.exit_codes import ExitCode
+from tools.plan.constants import FILE
+from tools.plan.gpu import USABLE
 from train.config import TrainConfig, load_config
 from train.layout.check import lay_out
 
@@ -41,7 +43,7 @@ def test_a_plan_can_be_pasted(trierarch: Trierarch) -> None:
     assert math.prod(first["degrees"].values()) == 8
     assert [one["step_s"] for one in tree["plans"]] == sorted(one["step_s"] for one in tree["plans"])
     assert len(tree["why"]) == len(others) == 2
-    assert first["memory_bytes"]["device"] <= first["memory_bytes"]["capacity"] == 40 * 2**30
+    assert first["memory_bytes"]["device"] <= first["memory_bytes"]["capacity"] == 40 * 2**30 * USABLE
     assert first["totals"]["steps"] == math.ceil(1e10 / tree["tokens_per_step"])
     # Setting the layout that was found gives the same plan.
     again = json.loads(trierarch("plan", *ASK, *settings.split(), "--top", "1", "--json").stdout)
@@ -132,9 +134,11 @@ def test_a_recipes_layout_stays_unless_it_is_freed(trierarch: Trierarch) -> None
         (["plan", *ASK, "parallel.tp=3"], "no layout works on 8 GPUs with parallel.tp=3"),
         (["plan", "model=gpt3_175b", *SITE], "no layout fits 8 GPUs of 40 GiB"),
         (["plan", *ASK, "--what-if", "gpus=8"], "give numbers of nodes, like nodes=8,16,32"),
+        (["plan", *ASK, "job.ranks_per_node=8"], "juwels_booster has 4 GPUs a node, ask for at most 4"),
         (["plan", *ASK, "goals.pue=0.3"], "must be at least 1"),
         (["plan", *ASK, "goals.tokens=1"], "goals.tokens: there is no such key"),
         (["plan", *ASK, "--png", "plan.txt"], "ends in .png"),
+        (["plan", *ASK, "--png", "none/plan.png"], "none is no folder that you can write to"),
         (["plan", "model=llama_125m", *SITE], "model.vocab_size=null"),
         (["train", "parallel=auto"], "give parallel=auto to `trierarch submit`"),
         (["submit", *ASK, "cluster.gpu=h100", "--dry-run"], "changes no job"),
@@ -156,6 +160,12 @@ def test_notes_say_what_is_assumed(trierarch: Trierarch) -> None:
     )
     assert "the default for a small first run: give yours" in small.stdout
     assert "does not say what its network is" in small.stdout
+    shape = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "parallel.zero=1"]
+    old = ["cluster=slurm", "cluster.gpu=v100", "cluster.gpus_per_node=2", "nodes=1", *shape]
+    assert "no units for bfloat16" in trierarch("plan", *RUN, *old).stdout
+    assert "no units for" not in trierarch("plan", *RUN, *old, "precision=fp16").stdout
+    eight = trierarch("plan", *RUN, *SITE, *shape, "precision.float8=true")
+    assert "a100_40 has no units for float8" in eight.stdout, eight.stderr
 
 
 def test_predictions_of_rows(trierarch: Trierarch, tmp_path: Path) -> None:
@@ -167,3 +177,20 @@ def test_predictions_of_rows(trierarch: Trierarch, tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     assert [one["id"] for one in found] == [row["id"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.req("A24")
+def test_constants_of_one_s_own_are_planned_with(trierarch: Trierarch, tmp_path: Path) -> None:
+    slower = json.loads(FILE.read_text())
+    slower["constants"]["matmul"] /= 2
+    (tmp_path / "mine.json").write_text(json.dumps(slower))
+    fixed = [*ASK, "parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "--json", "--top", "1"]
+    times = []
+    for more in ([], [f"goals.constants={tmp_path / 'mine.json'}"]):
+        done = trierarch("plan", *fixed, *more)
+        assert done.returncode == 0, done.stderr
+        times.append(json.loads(done.stdout)["plans"][0]["step_s"])
+    assert 1.3 * times[0] < times[1] < 2 * times[0]
+    refused = trierarch("plan", *fixed, f"goals.constants={tmp_path / 'none.json'}")
+    assert refused.returncode == ExitCode.CONFIG and "none.json holds no constants" in refused.stderr

@@ -159,9 +159,9 @@ BESIDE = {
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_can_be_had_with_some_value(key: str) -> None:
     """At least as the thing that is not wanted."""
-    beside = BESIDE.get(
-        key, {"scheduler": {"type": "WarmupLR"}} if key.startswith("scheduler.params") else {}
-    )
+    usual = {"scheduler.params": {"type": "WarmupLR"}, "optimizer.params": {"type": "AdamW"}}
+    section = key.rpartition(".")[0]
+    beside = BESIDE.get(key, {section.partition(".")[0]: usual[section]} if section in usual else {})
     for value in (False, True, 1, -1, "auto", "none", "mean", "fp32", "AdamW", "WarmupLR", [0.9, 0.99]):
         try:
             found = translated(merged({**ONE, **beside}, tree_of(key, value)), steps=9, warmup_steps=5)
@@ -410,6 +410,7 @@ def test_what_maps_to_what(tree: dict[str, Any], expected: dict[str, str]) -> No
             {"optimizer": {"type": "Adam", "params": {"lr": 1}}, "scheduler": {"type": "Cosine"}},
             'scheduler.type="Cosine": DeepSpeed has no such scheduler',
         ),
+        ({"optimizer": {"params": {"lr": 1.0}}}, "there is no optimizer.type, name one or drop the section"),
         ({"scheduler": {"type": 3}}, "scheduler.type=3: DeepSpeed has no such scheduler"),
         ({"fp16": {"auto_cast": True, "enabled": 3}}, "fp16.enabled=3: write true or false"),
         ({"scheduler": {"type": "WarmupLr"}}, "DeepSpeed has no such scheduler, did you mean WarmupLR"),

@@ -76,8 +76,9 @@ def test_an_unknown_network_is_assumed_and_that_is_said() -> None:
     assert machine.network == 8 * machine.gpu.adapter_gbit * 1e9 / 8
     known = machine_of(Profile(gpu="h100", gpus_per_node=8, nics_per_node=2, nic_gbit=100), 2, 8)
     assert known.network_known and known.network == 25e9
-    with pytest.raises(ConfigError, match="make no network"):
-        machine_of(Profile(gpu="h100", nics_per_node=0, nic_gbit=100), 2, 8)
+    for nics, gbit in ((0, 100), (1, math.nan), (1, math.inf)):
+        with pytest.raises(ConfigError, match="make no network"):
+            machine_of(Profile(gpu="h100", nics_per_node=nics, nic_gbit=gbit), 2, 8)
 
 
 @pytest.mark.req("A24", "B1")

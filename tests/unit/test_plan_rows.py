@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,61 @@ def test_what_a_row_leaves_open_is_taken_as_usual() -> None:
 def test_a_row_that_says_too_little_is_told(part: dict[str, Any], sentence: str) -> None:
     (found,) = predict_rows([_row(**part)])
     assert sentence in found["problem"] and found["iteration_time_s"] is None and found["oom"] is None
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ({"model": {"layers": "24"}}, "model.layers='24': must be a whole number from 1 to 10,000"),
+        ({"model": {"layers": 10**12}}, "model.layers=1000000000000: must be"),
+        ({"model": {"layers": -1}}, "model.layers=-1: must be"),
+        ({"model": {"hidden": math.nan}}, "model.hidden=nan: must be"),
+        ({"model": {"ffn": math.inf}}, "model.ffn=inf: must be a number"),
+        ({"model": {"heads": 10**6}}, "are more than model.hidden"),
+        ({"model": {"heads": 8, "kv_heads": 16}}, "are more than model.heads=8"),
+        ({"model": {"gated_mlp": "yes"}}, "must be true, false or null"),
+        ({"model": {"moe": True}}, "mixtures of experts are not predicted"),
+        ({"model": 3}, "model=3: must be there"),
+        ({"hardware": None}, "hardware=None: must be there"),
+        ({"hardware": {"gpu": 100}}, "hardware.gpu=100: must be a text"),
+        ({"hardware": {"gpu_mem_gb": 0}}, "hardware.gpu_mem_gb=0: must be"),
+        ({"layout": []}, r"layout=[]: must be there"),
+        ({"layout": {"tp": 1.5}}, "layout.tp=1.5: must be"),
+        ({"layout": {"pp": True}}, "layout.pp=True: must be"),
+        ({"layout": {"vpp": 100}}, "are more stages than there are layers"),
+        ({"layout": {"zero_stage": 4}}, "layout.zero_stage=4: must be a whole number from 0 to 3"),
+        ({"layout": {"offload": {}}}, "layout.offload={}: must be a text"),
+        ({"precision": 16}, "precision=16: must be a text"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_told_and_the_others_are_predicted(
+    part: dict[str, Any], sentence: str
+) -> None:
+    found, other = predict_rows([_row(**part), _row()])
+    assert sentence in found["problem"] and found["iteration_time_s"] is None
+    assert other["iteration_time_s"] > 0 and "problem" not in other
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ({"measured": 3}, "measured and derived must be sections"),
+        ({"measured": {"iteration_time_s": "x"}}, "iteration_time_s='x': must be seconds"),
+        ({"measured": {"iteration_time_s": -3.0}}, "iteration_time_s=-3.0: must be seconds"),
+        ({"measured": {"iteration_time_s": math.nan}}, "iteration_time_s=nan: must be seconds"),
+        ({"source": None}, "source.name is missing"),
+        ({"model": None}, "model=None: must be there"),
+    ],
+)
+def test_a_row_that_makes_no_sense_calibrates_nothing(part: dict[str, Any], sentence: str) -> None:
+    assert len(measured_of([_row()])) == 1
+    with pytest.raises(ConfigError, match=sentence):
+        measured_of([_row(**part)])
+
+
+def test_degrees_that_are_not_those_of_the_machine_are_told() -> None:
+    (found,) = predict_rows([_row(hardware={"n_gpus": 7})])
+    assert "hardware.n_gpus=7: the degrees are believed" in found["problem"] and found["iteration_time_s"] > 0
 
 
 def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def every(config: TrainConfig, machine: Machine, fixed: frozenset[str] = frozens
                     except ConfigError:
                         continue
                     case = case_of(one, dims, machine)
-                    room = Rooms(machine.gpu.memory_gb, known).of(one, dims)
+                    room = Rooms(machine.gpu.usable_bytes, known).of(one, dims)
                     if room.fits:
                         yield Plan(one, dims, case, predict_step(case, known), room)
 
@@ -151,8 +151,9 @@ def test_what_is_proposed_works_and_fits(name: str) -> None:
         assert dims == plan.dims
         rank, kept = heaviest(fresh, dims, "cuda")
         needed = total(kept).device + known.fragmentation * sum(kept[role].device for role in LOOSE)
-        assert needed + known.context_gb * 2**30 <= plan.case.machine.gpu.memory_gb * 2**30
-        assert math.isclose(needed + plan.room.context_bytes, plan.room.device_bytes, rel_tol=1e-12), rank
+        assert needed + known.context_gb * 2**30 <= plan.case.machine.gpu.usable_bytes
+        needed += plan.room.passing_bytes * (1 + known.fragmentation) + plan.room.context_bytes
+        assert math.isclose(needed, plan.room.device_bytes, rel_tol=1e-12), rank
         again = evaluate(fresh, plan.case.machine)
         assert again.step == plan.step and again.case == plan.case
 
@@ -213,7 +214,7 @@ def test_the_fullest_rank_and_bounds_of_memory_are_right(
     except ConfigError:
         return
     known = constants()
-    rooms = Rooms(80.0, known)
+    rooms = Rooms(80.0 * 2**30, known)
     rank, kept = heaviest(config, dims, "cuda")
     most = total(kept).device + known.fragmentation * sum(kept[role].device for role in LOOSE)
     room = rooms.of(config, dims)
@@ -291,3 +292,30 @@ def test_nothing_fits_or_works() -> None:
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert divisors(number) == [one for one in range(1, number + 1) if number % one == 0]
+
+
+@pytest.mark.req("A24", "A10")
+def test_what_a_backward_pass_needs_for_a_while_is_counted() -> None:
+    """The loss of a large vocabulary, and the layer that is computed again, as the model of other trainers has them."""
+    from tools.plan.activations import LOSS_BYTES, layer_bytes
+
+    config = load_config(
+        [
+            "model=deepseek_7b",
+            "data.sequence_length=4096",
+            "parallel.zero=3",
+            "parallel.recompute=full",
+            "loop.global_batch_size=64",
+        ],
+        reads_data=False,
+    )
+    dims = lay_out(config, 8, 8, on_gpus=True)
+    where = Machine(gpu("a100_80"), 8, 8, 200e9)
+    room = Rooms(80.0 * 2**30, constants()).of(config, dims)
+    tokens = config.parallel.micro_batch_size * 4096
+    # 4 bytes of a logit are kept from the forward pass on.
+    assert room.passing_bytes == tokens * 102400 * (LOSS_BYTES - 4)
+    config.model.vocab_size = 512
+    layer = layer_bytes(case_of(config, dims, where))
+    again = Rooms(80.0 * 2**30, constants()).of(config, dims).passing_bytes
+    assert again == pytest.approx(layer.everything - layer.input + layer.backward, rel=0.1)

@@ -243,6 +243,17 @@ def absent_scheduler(context: Context) -> Here | None:
     )
 
 
+def _of_optimizer(rule: Rule) -> Rule:
+    """A parameter of an optimizer: without one DeepSpeed reads none."""
+
+    def checked(context: Context, value: Any) -> Here:
+        if not context.file.has("optimizer.type"):
+            raise ValueError("there is no optimizer.type, name one or drop the section")
+        return rule(context, value)
+
+    return checked
+
+
 _BUILD = "how a kernel goes about it, not what it computes"
 
 RULES: dict[str, Rule] = {
@@ -289,3 +300,4 @@ RULES: dict[str, Rule] = {
     },
     "gradient_clipping": sets("loop.clip_norm", number),
 }
+RULES |= {name: _of_optimizer(rule) for name, rule in RULES.items() if name.startswith("optimizer.params.")}

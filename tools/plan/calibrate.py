@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from contract.errors import ConfigError
 from tools.plan.case import Case
 from tools.plan.constants import Constants, constants, priors, write
+from tools.plan.row_check import check_row
 from tools.plan.rows import Row, case_of, is_complete, read_rows
 from tools.plan.step import predict_step
 
@@ -43,32 +44,42 @@ class Measured:
 def measured_of(
     rows: Iterable[Row], tiers: Sequence[str] = ("A",), split: str = "calibrate"
 ) -> list[Measured]:
-    """Return the rows of a split and of tiers that have a step time, are complete and did not run out of memory."""
+    """Return the rows of a split and of tiers that have a step time, are complete and did not run out of memory.
+
+    Raises `ConfigError` for one of them that makes no sense.
+    """
     found = []
     for row in rows:
+        if row.get("split") != split or row.get("tier") not in tiers:
+            continue
+        check_row(row)
         step_s = step_time_of(row)
-        if (
-            row.get("split") != split
-            or row.get("tier") not in tiers
-            or step_s is None
-            or not is_complete(row)
-        ):
+        if step_s is None or not is_complete(row):
             continue
         found.append(Measured(row["id"], case_of(row), step_s, source_of(row), row.get("compare_group")))
     return found
 
 
 def source_of(row: Row) -> str:
-    """Name of the source, without where in it the row stands."""
-    name = str(row["source"]["name"])
+    """Name of the source, without where in it the row stands; raises `ConfigError` where there is none."""
+    source = row.get("source")
+    if not isinstance(source, Mapping) or "name" not in source:
+        raise ConfigError(f"row {row['id']}: source.name is missing: rows of one source are weighed together")
+    name = str(source["name"])
     return name.split(" (")[0].strip()
 
 
 def step_time_of(row: Row) -> float | None:
-    """Seconds of a step as it was measured, or as follows from the throughput."""
-    measured = row.get("measured") or {}
-    value = measured.get("iteration_time_s") or (row.get("derived") or {}).get("iteration_time_s")
-    return float(value) if value and not measured.get("oom") else None
+    """Seconds of a step as it was measured, or as follows from the throughput; raises `ConfigError` for nonsense."""
+    measured, derived = row.get("measured") or {}, row.get("derived") or {}
+    if not isinstance(measured, Mapping) or not isinstance(derived, Mapping):
+        raise ConfigError(f"row {row['id']}: measured and derived must be sections with keys, or null")
+    value = measured.get("iteration_time_s") or derived.get("iteration_time_s")
+    if not value or measured.get("oom"):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"row {row['id']}: iteration_time_s={value!r}: must be seconds, above 0")
+    return float(value)
 
 
 def fit(runs: Sequence[Measured], around: Constants | None = None) -> Constants:

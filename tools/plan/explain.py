@@ -152,7 +152,8 @@ def _memory(plan: Plan) -> list[str]:
     lines += [
         "activations: what the backward pass of each operation needs, of all micro-batches under way "
         "[train/layout/activations.py; Korthikanti et al. 2022]",
-        f"in all, with {room.fragmentation_bytes / GIB:.2f} GiB between the allocator's blocks and "
+        f"in all, with {room.passing_bytes / GIB:.2f} GiB in a backward pass for a while, "
+        f"{room.fragmentation_bytes / GIB:.2f} between the allocator's blocks and "
         f"{room.context_bytes / GIB:.2f} of CUDA and NCCL: {room.device_bytes / GIB:.2f} of "
         f"{room.capacity_bytes / GIB:.0f} GiB",
     ]

@@ -7,7 +7,11 @@ from typing import Any
 
 from contract.errors import ConfigError
 
+USABLE = 0.985
+"""Of a GPU's memory, what the driver leaves: 39.4 of 40 GiB, 79.1 of 80 (as torch reports A100s)."""
 FOLDER = Path(__file__).resolve().parents[2] / "configs/gpu"
+MOST = 1e9
+"""Of any of the numbers."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Gpu:
 
     name: str
     memory_gb: float
-    """GiB that a process can see (80 of an A100-80)."""
+    """GiB that it is sold with (80 of an A100-80)."""
     bf16_tflops: float
     """Peak of matrix units; fp16 has the same, but for GPUs without bf16."""
     fp32_tflops: float
@@ -38,6 +42,11 @@ class Gpu:
     """Thermal design power."""
     idle_watts: float
     source: str = ""
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a process can have of its memory."""
+        return USABLE * self.memory_gb * 2**30
 
 
 @cache
@@ -65,6 +74,12 @@ def _filled(path: Path, tree: Any) -> Gpu:
         raise ConfigError(f"{path} does not describe a GPU: it must have {wanted}, and nothing else")
     for name, value in tree.items():
         number = names[name].type in (float, "float")
-        if number and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-            raise ConfigError(f"{path}: {name}={value!r} must be a number above 0")
+        if number and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST
+        ):
+            raise ConfigError(f"{path}: {name}={value!r} must be a number above 0 and at most {MOST:g}")
+        if not number and not isinstance(value, str):
+            raise ConfigError(f"{path}: {name}={value!r} must be a text")
+    if tree["idle_watts"] > tree["watts"]:
+        raise ConfigError(f"{path}: idle_watts={tree['idle_watts']:g} is above watts={tree['watts']:g}")
     return Gpu(**tree)

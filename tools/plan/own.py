@@ -1,6 +1,7 @@
 """Our own configuration on a machine of a cluster profile, in the form that the planner predicts."""
 
 import copy
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -59,10 +60,10 @@ def machine_of(profile: Profile, nodes: int, ranks_per_node: int) -> Machine:
     known = profile.nics_per_node is not None and profile.nic_gbit is not None
     nics = ranks_per_node if profile.nics_per_node is None else profile.nics_per_node
     gbit = nics * (kind.adapter_gbit if profile.nic_gbit is None else profile.nic_gbit)
-    if gbit <= 0:
+    if not 0 < gbit < math.inf:
         raise ConfigError(
             f"cluster.nics_per_node={profile.nics_per_node} and cluster.nic_gbit={profile.nic_gbit} make no network: "
-            "give numbers above 0, or leave them out"
+            "give finite numbers above 0, or leave them out"
         )
     return Machine(kind, nodes * ranks_per_node, ranks_per_node, gbit * 1e9 / 8, known)
 

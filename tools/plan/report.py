@@ -182,6 +182,7 @@ def memory_lines(plan: Plan) -> list[str]:
             lines.append(
                 f"  {role.value:34} " + " ".join(f"{getattr(sizes, tier) / GIB:8.2f}" for tier in tiers)
             )
+    lines.append(f"  {'in a backward pass, for a while':34} {room.passing_bytes / GIB:8.2f}")
     lines.append(f"  {'between blocks of the allocator':34} {room.fragmentation_bytes / GIB:8.2f}")
     lines.append(f"  {'CUDA, NCCL':34} {room.context_bytes / GIB:8.2f}")
     sums = [room.device_bytes / GIB, room.host_bytes / GIB, room.nvme_bytes / GIB]
@@ -238,6 +239,7 @@ def as_tree(plan: Plan, base: ParallelConfig, totals: Totals | None = None) -> d
             "host": room.host_bytes,
             "nvme": room.nvme_bytes,
             "capacity": room.capacity_bytes,
+            "passing": room.passing_bytes,
             "fragmentation": room.fragmentation_bytes,
             "context": room.context_bytes,
             "parts": {role.name: vars(sizes) for role, sizes in room.roles.items()},
@@ -260,7 +262,10 @@ def memory_of(plan: Plan) -> Memory:
         gradients=roles[Role.gradients] + roles[Role.accumulated],
         optimizer=roles[Role.optimizer],
         activations=roles[Role.activations],
-        buffers=roles[Role.gathered] + roles[Role.under_way] + roles[Role.checkpoint],
+        buffers=roles[Role.gathered]
+        + roles[Role.under_way]
+        + roles[Role.checkpoint]
+        + plan.room.passing_bytes,
         fragmentation=plan.room.fragmentation_bytes,
         context=plan.room.context_bytes,
         host=plan.room.host_bytes,

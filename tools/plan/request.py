@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configs.compose
@@ -10,8 +11,9 @@ from configs.compose import key_of, spell_out
 from contract.errors import ConfigError
 from slurm.recipe import split
 from slurm.settings import compose_submit
-from tools.plan.case import Machine
-from tools.plan.own import machine_of
+from tools.plan.case import Machine, Number
+from tools.plan.constants import Constants, constants
+from tools.plan.own import machine_of, number_of
 from tools.plan.search import Found, search
 from tools.plan.settings import PlanConfig, load_plan, says_goal
 from tools.plan.space import CHOSEN, DEFAULTS
@@ -42,6 +44,12 @@ class Request:
     goals: PlanConfig
     settings: "SubmitConfig"
     notes: tuple[str, ...]
+
+    @property
+    def known(self) -> Constants:
+        """The constants to plan with; raises `ConfigError` for a file that has none."""
+        given = self.goals.goals.constants
+        return constants() if given is None else constants(Path(given))
 
     def on(self, nodes: int, samples: int | None = None) -> "Request":
         """The same on another number of nodes, with another global batch."""
@@ -96,6 +104,12 @@ def read(overrides: Sequence[str], environ: Mapping[str, str]) -> Request:
     for name, value in (("nodes", settings.job.nodes), ("ranks_per_node", settings.ranks_per_node)):
         if value < 1:
             raise ConfigError(f"job.{name}={value}: must not be below 1")
+    cluster, ranks = settings.cluster, settings.ranks_per_node
+    if cluster.gpus_per_node is not None and 0 < cluster.gpus_per_node < ranks:
+        raise ConfigError(
+            f"job.ranks_per_node={ranks}: {cluster.name} has {cluster.gpus_per_node} GPUs a node, ask for at most "
+            f"{cluster.gpus_per_node}"
+        )
     machine = machine_of(settings.cluster, settings.job.nodes, settings.ranks_per_node)
     notes = _notes(config, settings, machine)
     return Request(config, machine, frozenset(fixed), config.parallel, goals, settings, notes)
@@ -103,7 +117,7 @@ def read(overrides: Sequence[str], environ: Mapping[str, str]) -> Request:
 
 def found_for(request: Request, top: int = 5) -> Found:
     """Search; raises `ConfigError` where no layout works, or none fits."""
-    found = search(request.config, request.machine, request.fixed, top)
+    found = search(request.config, request.machine, request.fixed, top, request.known)
     if found.plans:
         return found
     gpus = request.machine.gpus
@@ -125,7 +139,7 @@ def found_for(request: Request, top: int = 5) -> Found:
         + f" with {stays}" * bool(stays)
         + f": the leanest, {' '.join(_degrees(found.tightest))}, needs "
         f"{math.ceil(found.tightest.room.device_bytes / GIB)} GiB on one; take more nodes, a shorter "
-        "data.sequence_length, or offload.optimizer=nvme"
+        "data.sequence_length, or offload.optimizer=nvme offload.nvme_path=DISK"
     )
 
 
@@ -150,4 +164,9 @@ def _notes(config: TrainConfig, settings: "SubmitConfig", machine: Machine) -> t
             f"cluster={settings.cluster.name} does not say what its network is: one adapter of "
             f"{machine.gpu.adapter_gbit:g} Gb/s for each GPU is assumed (cluster.nics_per_node, cluster.nic_gbit)"
         )
+    name = machine.gpu.name
+    if name.startswith("v100") and number_of(config.precision) is Number.bf16:
+        found.append(f"{name} has no units for bfloat16: these are the times of float16 (precision=fp16)")
+    if number_of(config.precision) is Number.fp8 and machine.gpu.fp8_tflops <= machine.gpu.bf16_tflops:
+        found.append(f"{name} has no units for float8: times and MFU are those of bfloat16")
     return tuple(found)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tools.plan.constants import Constants
+from train.layout.activations import layer_cost
 from train.layout.batch import micro_batches as count_micro_batches
 from train.layout.config import Recompute
 from train.layout.dims import ParallelDims, is_sharded
@@ -22,6 +23,9 @@ from train.offload.config import Tier
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
+LOSS_BYTES = 8
+"""Of a logit in the backward pass of the loss, beside the 4 that are kept until then: gradients in fp32 and in 16 bits,
+and a copy (as published figures of other trainers show, see `activations.LOSS_BYTES`)."""
 LOOSE = (Role.activations, Role.under_way)
 """What comes and goes, so that the allocator holds more than is asked for."""
 
@@ -32,6 +36,8 @@ class Room:
 
     rank: int
     roles: Mapping[Role, Bytes]
+    passing_bytes: float
+    """While the backward pass is in the loss, or in one layer: gradients, and what is computed again."""
     fragmentation_bytes: float
     """What the allocator holds besides."""
     context_bytes: float
@@ -42,7 +48,7 @@ class Room:
     @property
     def device_bytes(self) -> float:
         """All of it on the GPU."""
-        return total(self.roles).device + self.fragmentation_bytes + self.context_bytes
+        return total(self.roles).device + self.passing_bytes + self.fragmentation_bytes + self.context_bytes
 
     @property
     def fits(self) -> bool:
@@ -73,8 +79,8 @@ class Part:
 class Rooms:
     """Counts what layouts of one configuration need."""
 
-    def __init__(self, capacity_gib: float, known: Constants) -> None:
-        self._capacity, self._known = capacity_gib * 2**30, known
+    def __init__(self, capacity_bytes: float, known: Constants) -> None:
+        self._capacity, self._known = capacity_bytes, known
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._holdings: dict[tuple[object, ...], list[Holding]] = {}
 
@@ -109,10 +115,12 @@ class Rooms:
     def _room(self, config: "TrainConfig", dims: ParallelDims, holding: Holding) -> Room:
         kept = self._kept(config, dims, holding.coordinates["pp"])
         roles = memory_of(config, dims, holding, kept, "cuda")
-        loose = sum(roles[role].device for role in LOOSE)
+        passing = passing_bytes(config, dims, holding, kept)
+        loose = sum(roles[role].device for role in LOOSE) + passing
         return Room(
             holding.rank,
             roles,
+            passing,
             loose * self._known.fragmentation,
             self._context_bytes(dims),
             self._capacity,
@@ -151,6 +159,23 @@ class Rooms:
         if key not in self._plans:
             self._plans[key] = plan(config, dims, pp_rank, count, "cuda")
         return self._plans[key]
+
+
+def passing_bytes(config: "TrainConfig", dims: ParallelDims, holding: Holding, kept: Plan) -> float:
+    """What a rank needs for a while in a backward pass, of the loss or of the layer that needs most."""
+    model, parallel = config.model, config.parallel
+    tokens = parallel.micro_batch_size * config.data.sequence_length / dims.cp
+    logits = holding.vocabulary if parallel.loss_parallel else model.vocabulary
+    loss = tokens * logits * LOSS_BYTES if holding.has_head else 0.0
+    if not kept.layers:
+        return loss
+    again = layer_cost(config, dims).everything_bytes - min(keep.kept_bytes for keep in kept.layers.values())
+    if config.offload.activations is not Tier.none or all(
+        keep.results is None for keep in kept.layers.values()
+    ):
+        again = 0
+    gradients = tokens * config.precision.compute_bytes * (2 * model.dim + 3 * holding.hidden_units)
+    return max(loss, again + gradients)
 
 
 def fullest(config: "TrainConfig", dims: ParallelDims) -> list[int]:

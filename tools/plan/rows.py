@@ -15,6 +15,7 @@ from contract.errors import ConfigError
 from tools.plan.build import as_built
 from tools.plan.case import Attention, Case, Layout, Machine, Model, Number, Recompute
 from tools.plan.gpu import Gpu, gpu
+from tools.plan.row_check import check_row
 
 Row = Mapping[str, Any]
 
@@ -47,7 +48,8 @@ def is_complete(row: Row) -> bool:
 
 
 def case_of(row: Row) -> Case:
-    """Bring a row into a case; raises `ConfigError` for one that says too little."""
+    """Bring a row into a case; raises `ConfigError` for one that says too little, or what makes no sense."""
+    check_row(row)
     if not is_complete(row):
         raise ConfigError(f"row {row['id']}: the model's shape, the number of GPUs or the batch is missing")
     model, layout, text = row["model"], row["layout"], (row.get("precision") or "").lower()
@@ -78,7 +80,7 @@ def case_of(row: Row) -> Case:
             pp=pp,
             cp=cp,
             dp=dp,
-            vpp=layout.get("vpp") or 1,
+            vpp=layout.get("vpp") or (2 if _schedule(layout) in ("zbv", "interleaved_1f1b") else 1),
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             zero=zero,
@@ -142,7 +144,7 @@ def _gpu(hardware: Row) -> Gpu:
     name, memory = (hardware.get("gpu") or "A100").lower(), hardware.get("gpu_mem_gb")
     found = gpu({"a100": "a100_40" if memory and memory <= 40 else "a100_80"}.get(name, name))
     text = (hardware.get("interconnect") or "").lower()
-    if bandwidth := re.search(r"hbm\w* ([\d.]+) ?tb/s", text):
+    if bandwidth := re.search(r"hbm\w* ([1-9]\d*(?:\.\d+)?) ?tb/s", text):
         found = replace(found, memory_gb_s=1e3 * float(bandwidth[1]))
     if watts := re.search(r"(\d+) ?w limit", text):
         found = replace(found, watts=float(watts[1]))

@@ -42,7 +42,7 @@ OF_STAGES = ("tp", "cp")
 """Axes whose communication is in the times of stages."""
 PLAIN = "1f1b"
 """A schedule whose bubble has a formula; what its ranks compute and send is the same under all."""
-UNKNOWN = Room(0, {}, 0.0, 0.0, 0.0)
+UNKNOWN = Room(0, {}, 0.0, 0.0, 0.0, 0.0)
 ROUNDING = 1e-9
 """Of times that are added up in another order."""
 
@@ -132,7 +132,7 @@ def evaluate(
     changed = varied(config)
     dims = lay_out(changed, machine.gpus, machine.gpus_per_node, on_gpus=True)
     case = case_of(changed, dims, machine)
-    rooms = rooms or Rooms(machine.gpu.memory_gb, known)
+    rooms = rooms or Rooms(machine.gpu.usable_bytes, known)
     return Plan(changed, dims, case, predict_step(case, known), rooms.of(changed, dims))
 
 
@@ -155,7 +155,7 @@ class _Search:
         self.parameters = parameter_count(config.model)
         self.waiting = (1 + known.straggler * math.log2(machine.nodes)) * (1 - ROUNDING)
         """By which waiting for the slowest node lengthens all that a step takes besides, at least."""
-        self.rooms = Rooms(machine.gpu.memory_gb, known)
+        self.rooms = Rooms(machine.gpu.usable_bytes, known)
         self._layers: dict[tuple[int, int, int, bool, bool, Recompute], tuple[float, float]] = {}
         self._best: dict[Degrees, Plan] = {}
         self._worst_s = math.inf

@@ -36,6 +36,9 @@ class GoalsConfig:
     pue: float = 1.2
     """Power of the site for each watt of the machine: that of Jean Zay (Luccioni et al. 2022)."""
 
+    constants: str | None = None
+    """File of constants by `trierarch plan calibrate`; null: the planner's own."""
+
     def validate(self) -> None:
         """Raise `ConfigError` for values that make no sense."""
         for name, least in (

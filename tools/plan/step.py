@@ -7,14 +7,17 @@ from functools import lru_cache, reduce
 from operator import add
 
 from tools.plan import links
-from tools.plan.case import Case, Recompute
+from tools.plan.case import Case, Layout, Recompute
 from tools.plan.constants import Constants, constants
+from tools.plan.held import stages_of
 from tools.plan.pipeline.simulate import total_s
 from tools.plan.stage import Stage
 from tools.plan.work import Chunk, head, layer, optimizer_s
 
 FILLS = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
 """Schedules whose bubble is filling and emptying the pipeline; others are played."""
+SETTLED = 3
+"""Rounds of as many micro-batches as ranks after which a pipeline is in its steady state."""
 QUIET = 0.03
 """Of `Constants.chunk_s`, what a hand-over takes where the host runs ahead of the GPU."""
 
@@ -79,16 +82,17 @@ def predict_step(case: Case, known: Constants | None = None) -> Step:
     known = known or constants()
     layout, times = case.layout, case.layout.micro_batches
     counts = layers_of_stages(case)
-    each = layer(case, known)
+    alone = _alone(case)
+    each = layer(alone, known)
     # Most stages have equally many layers.
     of_count = {count: each.times(count) for count in set(counts)}
     parts = [of_count[count] for count in counts]
-    parts[-1] += head(case, known)
+    parts[-1] += head(alone, known)
     in_layer = {"tp": _tensor(case, known), "cp": _context(case, known, each)}
     waited_s = sum(sum(lane.exposed_s for lane in lanes) for lanes in in_layer.values())
     alike = {count: _stage(part, count, in_layer, known) for count, part in of_count.items()}
     stages = [alike[count] for count in counts[:-1]] + [_stage(parts[-1], counts[-1], in_layer, known)]
-    ranks = [range(rank, len(stages), layout.pp) for rank in range(layout.pp)]
+    ranks = [stages_of(layout, rank) for rank in range(layout.pp)]
     busy_s = [sum(stages[stage].total_s for stage in own) for own in ranks]
     slowest = max(range(layout.pp), key=busy_s.__getitem__)
     own = ranks[slowest]
@@ -117,6 +121,21 @@ def predict_step(case: Case, known: Constants | None = None) -> Step:
         communication={axis: lane for axis, lane in communication.items() if lane != NOTHING},
         stages=tuple(stages),
         handover_s=handover_s,
+    )
+
+
+def _alone(case: Case) -> Case:
+    """The same as far as what a layer computes goes, so that layouts share what is counted once."""
+    layout = case.layout
+    return case.on(
+        Layout(
+            tp=layout.tp,
+            cp=layout.cp,
+            micro_batch=layout.micro_batch,
+            micro_batches=min(2, layout.micro_batches),
+            recompute=layout.recompute,
+            sequence_parallel=layout.sequence_parallel,
+        )
     )
 
 
@@ -239,13 +258,17 @@ def _bubble_s(case: Case, stages: Sequence[Stage], busy_s: Sequence[float]) -> f
     if layout.pp == 1:
         return 0.0
     if layout.schedule in FILLS:
-        # It waits for the first micro-batch to come through the others, and the last to come back, turn by turn.
-        return (sum(busy_s) - max(busy_s)) / layout.vpp
+        # It waits for the first micro-batch to come through the others, and the last to come back, turn by turn; with
+        # fewer micro-batches than ranks, in each turn for the first one to come round.
+        again = max(0, layout.pp - layout.micro_batches) * (layout.vpp - 1) / (layout.pp - 1)
+        return (sum(busy_s) - max(busy_s)) / layout.vpp * (1 + again)
     if layout.recompute is not Recompute.none:
         # Computing again undoes the split of the backward pass.
         stages = [Stage(stage.forward_s, stage.backward_s + stage.weights_s, 0.0) for stage in stages]
-    played_s = _played_s(layout.schedule, layout.pp, tuple(stages), layout.micro_batches)
-    return max(0.0, played_s - layout.micro_batches * max(busy_s))
+    # From some rounds on a further micro-batch takes what the slowest rank takes: the bubble does not change.
+    few, rest = SETTLED * layout.pp, layout.micro_batches % layout.pp
+    times = few if layout.micro_batches > few and rest == 0 else layout.micro_batches
+    return max(0.0, _played_s(layout.schedule, layout.pp, tuple(stages), times) - times * max(busy_s))
 
 
 @lru_cache(maxsize=4096)

@@ -66,7 +66,7 @@ def room_bytes(facts: Facts, dims: ParallelDims) -> float:
     from tools.plan.constants import constants
     from tools.plan.room import Rooms
 
-    return Rooms(facts.gpu.memory_gb, constants()).available_bytes(dims)
+    return Rooms(facts.gpu.usable_bytes, constants()).available_bytes(dims)
 
 
 def needed_bytes(kept: Memory) -> float:
