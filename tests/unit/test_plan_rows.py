@@ -244,12 +244,13 @@ def test_the_file_of_constants_fits_what_it_says_it_was_fitted_to() -> None:
 
 @pytest.mark.req("A24")
 @pytest.mark.parametrize(
-    ("tier", "split", "median", "share"), [("B", "calibrate", 0.06, 0.9), ("B", "other_gpu", 0.1, 0.75)]
+    ("tier", "split", "median", "share"),
+    [("B", "calibrate", 0.06, 0.9), ("B", "other_gpu", 0.1, 0.75), ("B", "context", 0.15, 0.5)],
 )
 def test_rows_that_nothing_was_fitted_to(tier: str, split: str, median: float, share: float) -> None:
     runs = measured_of(ROWS, (tier,), split)
     found = accuracy(runs, predicted(runs, constants()))
-    assert len(runs) > 80 and found.median <= median and found.within[0.15] >= share, found
+    assert len(runs) > 50 and found.median <= median and found.within[0.15] >= share, found
 
 
 def test_step_times_are_none_where_memory_ran_out() -> None:

@@ -71,8 +71,6 @@ def _check(row: Row, section: str, key: str, value: object) -> None:
 
 def _check_together(row: Row) -> None:
     model, layout = row["model"], row["layout"]
-    if model.get("moe"):
-        raise _wrong(row, "model.moe", True, "mixtures of experts are not predicted")
     heads, hidden, kv_heads = model.get("heads"), model.get("hidden"), model.get("kv_heads")
     if heads and hidden and heads > hidden:
         raise _wrong(row, "model.heads", heads, f"are more than model.hidden={hidden}")

@@ -39,10 +39,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def is_complete(row: Row) -> bool:
-    """Whether a row says enough to predict it: the model's shape, the number of GPUs, and how they share the work."""
+    """Whether a row says enough to predict it: a dense model's shape, the number of GPUs, how they share the work."""
     model, layout = row["model"], row["layout"]
     shape = all(model.get(name) for name in ("layers", "hidden", "seq_len"))
-    return bool(
+    return not model.get("moe") and bool(
         shape and row["hardware"].get("n_gpus") and _degrees(row) and _batches(row) is not None and layout
     )
 
@@ -50,6 +50,8 @@ def is_complete(row: Row) -> bool:
 def case_of(row: Row) -> Case:
     """Bring a row into a case; raises `ConfigError` for one that says too little, or what makes no sense."""
     check_row(row)
+    if row["model"].get("moe"):
+        raise ConfigError(f"row {row['id']}: model.moe=True: mixtures of experts are not predicted")
     if not is_complete(row):
         raise ConfigError(f"row {row['id']}: the model's shape, the number of GPUs or the batch is missing")
     model, layout, text = row["model"], row["layout"], (row.get("precision") or "").lower()
