@@ -30,7 +30,7 @@ PLACEMENTS = {
 Order = list[int]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def orders(schedule: str, ranks: int, per_rank: int, micro_batches: int, size: int) -> tuple[Order, ...]:
     """Return the order of each rank: `per_rank` stages on each, `size` micro-batches in a round."""
     p, v, m = ranks, per_rank, micro_batches

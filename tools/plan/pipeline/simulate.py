@@ -113,12 +113,9 @@ def simulate(
     Raises `ConfigError` if the schedule cannot be run.
     """
     schedule = "zbv" if schedule == "zb_v" else schedule
-    placement = placement_of(schedule)
     per_rank = _check(schedule, ranks, stages, micro_batches, handover_s, most_held, kept_for_weights)
-    unit = max(handover_s, *(max(one.forward_s, one.backward_s, one.weights_s) for one in stages)) / _UNITS
-    whole = [_whole(one, unit) for one in stages]
-    handover = round(handover_s / unit) if unit else 0
-    rules = Rules(ranks, placement, tuple(whole), handover, overlaps)
+    rules, unit = _rules(schedule, ranks, stages, handover_s, overlaps)
+    placement, whole = rules.placement, rules.stages
     found, played = _play(
         schedule, per_rank, micro_batches, rules, most_held, kept_for_weights, tolerance, whole=spans
     )
@@ -134,6 +131,16 @@ def simulate(
         tuple(most_chunks(order, 0.0 if unsplit else kept_for_weights) for order in found),
         tuple(_spans(found, played, rules, unit)) if spans else (),
     )
+
+
+def _rules(
+    schedule: str, ranks: int, stages: Sequence[Stage], handover_s: float, overlaps: bool
+) -> tuple[Rules, float]:
+    """Times as whole numbers, and seconds of their unit."""
+    unit = max(handover_s, *(max(one.forward_s, one.backward_s, one.weights_s) for one in stages)) / _UNITS
+    whole = tuple(_whole(one, unit) for one in stages)
+    handover = round(handover_s / unit) if unit else 0
+    return Rules(ranks, placement_of(schedule), whole, handover, overlaps), unit
 
 
 def _play(
@@ -179,8 +186,12 @@ def total_s(
     *,
     overlaps: bool = True,
 ) -> float:
-    """Time of a step, see `simulate`."""
-    return simulate(schedule, ranks, stages, micro_batches, handover_s, overlaps=overlaps).total_s
+    """Time of a step, exact, without what else `simulate` finds; meant for few micro-batches."""
+    schedule = "zbv" if schedule == "zb_v" else schedule
+    per_rank = _check(schedule, ranks, stages, micro_batches, handover_s, None, 1.0)
+    rules, unit = _rules(schedule, ranks, stages, handover_s, overlaps)
+    _, played = _play(schedule, per_rank, micro_batches, rules, None, 1.0, 0.0, whole=True)
+    return max(played.ends) * unit
 
 
 def most_chunks(order: Order, kept_for_weights: float) -> float:
