@@ -115,7 +115,7 @@ def numbers(folder: Path, name: str) -> list[dict[str, float]]:
     return [{key: line[key] for key in ("loss", "grad_norm", "lr")} for line in lines if "loss" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.chaos  # for its length
 def test_two_ranks_train_as_with_the_same_settings_by_hand(
     trierarch: Trierarch, tmp_path: Path, toy_tokens: Path
 ) -> None:

@@ -12,7 +12,7 @@ Trierarch = Callable[..., "subprocess.CompletedProcess[str]"]
 COMMAND = [sys.executable, "-m", "tools.cli"]
 
 
-def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 180) -> None:
     """Wait for a condition; fail with `what` it was when it does not come."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -20,7 +20,7 @@ def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 60) 
         time.sleep(0.05)
 
 
-def wait_for_event(run: Path, event: Event, count: int = 1, timeout_s: float = 60) -> dict[str, object]:
+def wait_for_event(run: Path, event: Event, count: int = 1, timeout_s: float = 180) -> dict[str, object]:
     """Wait until a run has had an event `count` times; return the newest of them."""
     folder = RunFolder(run)
 

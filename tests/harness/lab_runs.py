@@ -95,7 +95,7 @@ class Runs:
             raise AssertionError(f"{error}: {self.state(name)}, {self.logs(name)}") from None
         return self.state(name)
 
-    def wait_for_progress(self, run: RunFolder, timeout_s: float = 60) -> None:
+    def wait_for_progress(self, run: RunFolder, timeout_s: float = 180) -> None:
         """Wait for a checkpoint newer than all that there are now, and for a step after it."""
         newest = max(run.published_steps(), default=0)
         wait_until(
@@ -105,7 +105,7 @@ class Runs:
         )
         self.wait_for_step(run, max(run.published_steps()) + 1, timeout_s)
 
-    def wait_for_step(self, run: RunFolder, step: int = 30, timeout_s: float = 60) -> None:
+    def wait_for_step(self, run: RunFolder, step: int = 30, timeout_s: float = 180) -> None:
         """Wait until a run has trained a step, and so has a checkpoint."""
 
         def come() -> bool:

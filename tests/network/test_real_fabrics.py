@@ -91,7 +91,8 @@ def test_a_slow_adapter_is_its_nodes_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "fabric"),
     [
-        (6, {"leaves": [[0, 2, 4], [1, 3, 5]], "uplink_mbit": FAST / 2}),
+        # For its length.
+        pytest.param(6, {"leaves": [[0, 2, 4], [1, 3, 5]], "uplink_mbit": FAST / 2}, marks=pytest.mark.chaos),
         (6, {"links_mbit": {(1, 2): SLOW}}),
     ],
     ids=["nodes of two leaves in turn", "a slow link in the ring"],

@@ -73,7 +73,11 @@ def measure(overrides: list[str]) -> tuple[tuple[int, int, int], int, int]:
     return live_bytes(config, dims, batches(config)), total(reckoned, STATE).device, total(reckoned).device
 
 
-MEMORY = [(2, "bf16", zero) for zero in range(4)] + [(4, "fp32", 1), (8, "fp32", 3)]
+MEMORY = [
+    *((2, "bf16", zero) for zero in range(4)),
+    (4, "fp32", 1),
+    pytest.param(8, "fp32", 3, marks=pytest.mark.chaos),
+]
 
 
 @pytest.mark.req("A9")
