@@ -35,6 +35,7 @@ from tools.doctor.host import Host, Limits, Place
 from tools.doctor.run import as_tree, examine, exit_code, found, render, to_json
 from tools.doctor.slurm_says import SlurmSays
 from tools.doctor.software import Software
+from tools.plan.gpu import USABLE
 from train.config import load_config
 from train.layout.check import lay_out
 from train.layout.memory import heaviest
@@ -321,7 +322,7 @@ def test_how_bad_it_is_follows_from_what_is_lacking(tmp_path: Path) -> None:
     """On GPUs of a size made for it: the class is a file of the user's."""
     needed = memory.needed_bytes(facts(*LARGE).memory) / 2**30
     text = (configs.compose.FOLDER / "gpu/a100_40.yaml").read_text()
-    taken = 40 - memory.room_bytes(facts(*LARGE), facts(*LARGE).dims) / 2**30
+    taken = 40 * USABLE - memory.room_bytes(facts(*LARGE), facts(*LARGE).dims) / 2**30
     for share, severity in (
         (0.94, None),
         (0.97, Severity.note),
@@ -329,7 +330,7 @@ def test_how_bad_it_is_follows_from_what_is_lacking(tmp_path: Path) -> None:
         (1.15, Severity.error),
     ):
         file = tmp_path / f"{share}.yaml"
-        file.write_text(text.replace("memory_gb: 40", f"memory_gb: {needed / share + taken}"))
+        file.write_text(text.replace("memory_gb: 40", f"memory_gb: {(needed / share + taken) / USABLE}"))
         findings = say("memory of the GPUs", facts(*LARGE, f"cluster.gpu={file}"))
         assert [one.severity for one in findings] == ([severity] if severity else []), share
 

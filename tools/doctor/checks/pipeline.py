@@ -49,7 +49,7 @@ def memory_imbalance(facts: Facts) -> Iterator[Finding]:
     ]
     mean = sum(sizes) / len(sizes)
     most = max(range(len(sizes)), key=sizes.__getitem__)
-    there = facts.gpu.memory_gb * 2**30
+    there = facts.gpu.usable_bytes
     if sizes[most] / mean - 1 > MOST_IMBALANCE and sizes[most] > 0.8 * there:
         yield note(
             "parallel.schedule",
