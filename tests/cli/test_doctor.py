@@ -9,6 +9,8 @@ from harness.command import Trierarch
 
 from contract.exit_codes import ExitCode
 
+pytestmark = pytest.mark.slow
+
 FITS = (
     *("model=llama_1b", "data.sequence_length=2048", "micro_batch_size=1", "gradient_accumulation_steps=4"),
     *("cluster=juwels_booster", "job.account=x", "nodes=2"),

@@ -15,6 +15,8 @@ from tools.plan.gpu import USABLE
 from train.config import TrainConfig, load_config
 from train.layout.check import lay_out
 
+pytestmark = pytest.mark.slow
+
 SITE = ["cluster=juwels_booster", "nodes=2", "job.account=p"]
 RUN = ["model=llama_1b", "data.sequence_length=2048", "loop.global_batch_size=64"]
 ASK = [*RUN, *SITE]

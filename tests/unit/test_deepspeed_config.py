@@ -33,7 +33,7 @@ FACTS = json.loads((Path(__file__).parents[1] / "golden/deepspeed_config.json").
 SIZES = tuple(BATCH)
 ONE = {"train_micro_batch_size_per_gpu": 1}
 
-pytestmark = pytest.mark.req("D4")
+pytestmark = [pytest.mark.req("D4"), pytest.mark.slow]
 
 
 def translated(tree: dict[str, Any], *command_line: str, ranks: int | None = 1, **facts: Any) -> Translation:

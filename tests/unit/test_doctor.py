@@ -42,6 +42,8 @@ from train.layout.memory import heaviest
 from train.layout.stages import stages_of
 from train.model.config import parameter_count, parameter_shapes
 
+pytestmark = pytest.mark.slow
+
 # 8 A100-40 a node, nothing that a site would refuse.
 MACHINE = ("cluster=berzelius", "job.account=x", "data.prefix=/data/tokens")
 SMALL = (

@@ -20,6 +20,8 @@ from train.config import load_config
 from train.layout.check import lay_out
 from train.layout.memory import Role, memory
 
+pytestmark = pytest.mark.slow
+
 KNOWN = Constants()
 BILLION = 10**9
 

@@ -15,6 +15,8 @@ from tools.plan.picture import COLOURS, draw, figure_of, rows_of, windows_of
 from tools.plan.pipeline.simulate import Stage, Timeline, simulate
 from tools.plan.step import Lane
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 LANES = {"tp": Lane(0.18, 0.05, 1.0), "cp": Lane(0.0, 0.0, 0.0), "dp": Lane(0.04, 0.4, 2.0)}
 SMALL = Memory(

@@ -21,6 +21,8 @@ from tools.plan.pipeline.simulate import NAMES, SEARCHED, Stage, Timeline, place
 from train.layout.config import ParallelConfig
 from train.layout.stages import SCHEDULES, Placement, bubble, check_pipeline, chunks_held, round_of
 
+pytestmark = pytest.mark.slow
+
 CLASSES = {
     "gpipe": torch_schedules.ScheduleGPipe,
     "looped_bfs": torch_schedules.ScheduleLoopedBFS,

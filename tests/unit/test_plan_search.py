@@ -27,6 +27,8 @@ from train.layout.memory import heaviest, total
 from train.layout.stages import SCHEDULES, Placement
 from train.model.config import ModelConfig, parameter_count
 
+pytestmark = pytest.mark.slow
+
 TOY = ModelConfig(
     name="toy",
     vocab_size=8192,

@@ -25,6 +25,8 @@ from train.layout.memory import heaviest, total
 from train.layout.notes import notes
 from train.layout.traffic import traffic
 
+pytestmark = pytest.mark.slow
+
 RECIPES = choices("job")
 DATA = "data.prefix=/data/tokens"
 
