@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.disks import fill, small_disk
 
 from configs.compose import to_yaml
 from contract.errors import ConfigError
@@ -297,3 +298,13 @@ def test_runs_that_measured_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a" / "submit.yaml").unlink()
     with pytest.raises(ConfigError, match="was not submitted to a cluster"):
         measured_run(tmp_path / "a")
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        write(disk / "out.json", [{"id": "before"}])
+        fill(disk)
+        with pytest.raises(ConfigError, match=r"out\.json cannot be written: No space left on device"):
+            write(disk / "out.json", [{"id": "x" * 100_000}])
+        assert json.loads((disk / "out.json").read_text()) == [{"id": "before"}]
+        assert [one.name for one in disk.iterdir() if one.name.startswith(".")] == []

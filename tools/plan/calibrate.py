@@ -203,10 +203,7 @@ def calibrate(rows: Path, runs: Sequence[Measured], out: Path) -> dict[str, Any]
         runs, origin = measured_of(read_rows(rows)), f"{rows.name}, split calibrate, tier A"
         known = fit(runs)
     found = about(runs, known, origin)
-    try:
-        write(out, known, found)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+    write(out, known, found)
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
+from tools.plan.whole import write_whole
 
 FILE = Path(__file__).with_name("constants.json")
 
@@ -109,5 +110,5 @@ def constants(path: Path = FILE) -> Constants:
 
 
 def write(path: Path, found: Constants, about: dict[str, Any]) -> None:
-    """Write a file of constants; `about`: what they were fitted to. Raises OSError."""
-    path.write_text(json.dumps({"about": about, "constants": asdict(found)}, indent=1) + "\n")
+    """Write a file of constants; `about`: what they were fitted to. Raises `ConfigError` where that fails."""
+    write_whole(path, json.dumps({"about": about, "constants": asdict(found)}, indent=1) + "\n")

@@ -11,6 +11,7 @@ from tools.plan.memory import predict_memory
 from tools.plan.row_check import contradiction
 from tools.plan.rows import Row, case_of
 from tools.plan.step import predict_step
+from tools.plan.whole import write_whole
 
 GIB = 2**30
 
@@ -30,10 +31,7 @@ def predict_rows(rows: Iterable[Row], known: Constants | None = None) -> list[di
 def write(path: Path, found: list[dict[str, Any]]) -> None:
     """Write predictions, one on a line; raises `ConfigError` where that fails."""
     lines = ",\n".join(json.dumps(one) for one in found)
-    try:
-        path.write_text(f"[\n{lines}\n]\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    write_whole(path, f"[\n{lines}\n]\n")
 
 
 def _predict(row: Row, known: Constants) -> dict[str, Any]:
